@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,11 +30,10 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
-from dlo_plugins.remat.host_link import LinkClock, SimulatedLink
+from dlo_plugins.remat.host_link import SimulatedLink
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import keep_fastest, solve
-from dlo_plugins.remat.schedule import Schedule
+from dlo_plugins.remat.schedule import Chain, Link, Mode, Schedule, Stage
 from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
 from dlo_tasks.imagenet.classifier import ImageClassifier
 
@@ -48,6 +48,21 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 @dataclass
+class VirtualClock:
+    """This process's CPU time, to which waits are added in place of sleeping: other programs do not disturb it."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+
+    def perf_counter(self) -> float:
+        """Returns the seconds of the clock."""
+        return time.process_time() + self.waited
+
+    def sleep(self, seconds: float) -> None:
+        """Adds a wait."""
+        self.waited += seconds
+
+
 class Model:
     """Model with a batch, and its surveyed chain.
 
@@ -81,20 +96,20 @@ class Model:
 
     def run(self, schedule: Schedule, link: Link | None = None) -> float:
         """Runs a step by a schedule; returns its seconds."""
-        clock = LinkClock(virtual=True)
+        clock = VirtualClock()
         executed = ScheduledBlocks(self.blocks, self.names, schedule, SimulatedLink(link, clock) if link else None)
         self.step(executed)  # Each block's guard of buffers is made in the first step.
         executed.reset_counts()
-        begin = clock.now()
+        begin = clock.perf_counter()
         self.step(executed)
-        seconds = clock.now() - begin
+        seconds = clock.perf_counter() - begin
         executed.remove()
         assert tuple(executed.forwards) == schedule.forwards[:-1]
         return seconds
 
     def peak(self, schedule: Schedule, link: Link | None = None) -> int:
         """Returns the largest memory of a step by a schedule, without gradients of parameters."""
-        host = SimulatedLink(link, LinkClock(virtual=True)) if link else None
+        host = SimulatedLink(link, VirtualClock()) if link else None
         executed = ScheduledBlocks(self.blocks, self.names, schedule, host)
         with AllocationLog() as log:
             self.step(executed)
@@ -172,7 +187,7 @@ def measure(name: str, options: argparse.Namespace) -> Table:
     """Returns the step times of a model's schedules."""
     model = survey(name, options.rows)
     chain = model.chain
-    rate = RELATIVE_RATES[name] * chain.kept_bytes / chain.kept_time
+    rate = RELATIVE_RATES[name] * (chain.input + sum(stage.modes[0].saved for stage in chain.stages)) / chain.kept_time
     link = Link(rate, rate)
     schedules = contestants(chain, options.budgets, link)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlo_plugins.remat.chain import Chain
-from dlo_plugins.remat.schedule import Keep, Node, Recompute, Schedule
-from dlo_plugins.remat.schedule_simulation import predict
+from dlo_plugins.remat.schedule import Chain, Keep, Node, Recompute, Schedule, predict
 
 
 def uniform_schedules(chain: Chain) -> Iterator[Schedule]:

@@ -10,7 +10,6 @@ blocks are those that run.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,18 @@ from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.sequence_length import SequenceLength
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.chain import Link
 from dlo_plugins.remat.host_link import HostLink, SimulatedLink, StreamLink, measure_link, parse_link
-from dlo_plugins.remat.planning import Budget, MeasuredChain, MeasuredRank, Plan, free_memory, plan_ranks
-from dlo_plugins.remat.schedule import Keep
+from dlo_plugins.remat.planning import (
+    Budget,
+    MeasuredChain,
+    MeasuredRank,
+    Plan,
+    draw_schedule,
+    free_memory,
+    plan_ranks,
+    replay_in_flight,
+)
+from dlo_plugins.remat.schedule import Keep, Link
 from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
 from dlo_plugins.remat.selective_policy import contexts_for
 
@@ -208,8 +215,7 @@ class Rotor(Callback):
 
     def _begin_log(self, trainer: Trainer) -> AllocationLog:
         self._log = AllocationLog(trainer.strategy.root_device)
-        self._log.__enter__()
-        return self._log
+        return self._log.__enter__()
 
     def _end_log(self) -> None:
         if self._log is not None:
@@ -219,7 +225,11 @@ class Rotor(Callback):
     # --- planning ------------------------------------------------------------------------------------------
 
     def _plan(self, trainer: Trainer) -> None:
-        in_flight = _in_flight(trainer, len(self._surveys))
+        in_flight: tuple[int, ...] = (1,) * len(self._surveys)
+        pipelined = contract_of(trainer.strategy).pipelined
+        if pipelined is not None:
+            pipeline = pipelined.pipeline
+            in_flight = [*replay_in_flight(pipeline.schedule_for(pipelined.micro_batches))][pipeline.rank].most
         device = trainer.strategy.root_device
 
         def measure() -> MeasuredRank:
@@ -238,7 +248,7 @@ class Rotor(Callback):
         if self.offload and self.plans:
             self.host_link = self._make_link(device, self.plans[0].link)
         for survey, plan in zip(surveys, self.plans, strict=True):
-            self._execute(survey, plan, contract_of(trainer.strategy).pipelined is not None)
+            self._execute(survey, plan, pipelined is not None)
         _count_flops_again(trainer)
         for plan in self.plans:
             rank_zero_info(f"Rotor: {plan.describe()}")
@@ -265,8 +275,6 @@ class Rotor(Callback):
         """Logs what is predicted and measured, and draws the first schedule of rank 0."""
         if not (trainer.is_global_zero and self.plans):
             return
-        from dlo_plugins.remat.schedule_plot import draw_schedule
-
         plan = self.plans[0]
         predicted = sum(each.peak * each.measured.in_flight for each in self.plans)
         scalars = {"rotor/predicted_bytes": float(predicted), "rotor/predicted_overhead": plan.overhead}
@@ -303,27 +311,6 @@ def _chains(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[list
             " Task.parallel_plan: ParallelPlan(blocks=(...))"
         )
     yield names, True
-
-
-def _in_flight(trainer: Trainer, chains: int) -> list[int]:
-    """Returns the largest number of micro-batches of each chain whose activations are kept at the same time."""
-    pipelined = contract_of(trainer.strategy).pipelined
-    if pipelined is None:
-        return [1] * chains
-    from dlo_plugins.pipeline.actions import ActionKind
-
-    pipeline = pipelined.pipeline
-    schedule = pipeline.schedule_for(pipelined.micro_batches)
-    if not schedule.flushes:
-        schedule = schedule.unroll(2)
-    ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
-    found = []
-    for stage in pipeline.own_stages:
-        steps = [action.kind for action in schedule.orders[pipeline.rank] if action.stage == stage]
-        begins = ActionKind.RECOMPUTE if stage in schedule.recomputed_stages else ActionKind.FORWARD
-        changes = ((kind is begins) - (kind in (ends, ActionKind.BACKWARD)) for kind in steps)
-        found.append(max(itertools.accumulate(changes), default=1))
-    return found
 
 
 def _batch_bytes(batch: Any) -> int:

@@ -14,8 +14,8 @@ from dlo_framework.errors import DloError, check_number
 _LINK = "50GB/s"
 _HELP = """Print which blocks of a config's model are kept and which are recomputed within a memory budget.
 
-No process is started, and no memory for the model is needed: blocks run on tensors without values. Bytes are exact;
-times follow from FLOPs and bytes moved, and only their ratios count."""
+No process is started, and no memory for the model is needed: bytes and times of the blocks are those of `dlo plan`, and
+of the times only the ratios count."""
 
 _EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override. With the
 callback Rotor, a run measures the times itself.
@@ -63,10 +63,12 @@ def main(argv: list[str]) -> int:
         if link is None:
             raise DloError("remat: --link must be a rate, got auto, which a run measures; give 25GB/s")
         run = SimulatedRun(found, options.ranks, "dlo remat", infers_ranks=True)
-    from dlo_plugins.commands.modelled_chains import model_run
+        from dlo_plugins.planner.run_memory import predict_chains
+
+        count = run.trainer.world_size
+        ranks = predict_chains(run.user_config, run.model, run.datamodule, count, options.micro_batch)
     from dlo_plugins.remat.planning import describe_plan, plan_ranks, to_json
 
-    ranks = model_run(run, options.micro_batch)
     if options.offload:
         ranks = [replace(rank, link=link) for rank in ranks]
     plans = plan_ranks(ranks, budget)
@@ -82,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def _draw(plan: Any, path: str) -> None:
-    from dlo_plugins.remat.schedule_plot import draw_schedule
+    from dlo_plugins.remat.planning import draw_schedule
 
     if importlib.util.find_spec("matplotlib") is None:
         raise DloError("remat: --png needs matplotlib, which is not installed; pip install 'dlo_framework[plots]'")

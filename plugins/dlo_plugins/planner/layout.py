@@ -77,11 +77,6 @@ class Layout:
         return self.mesh.dp_shard * self.mesh.cp
 
     @property
-    def expert_sharers(self) -> int:
-        """Number of ranks that share the state of one rank's experts."""
-        return self.mesh.expert_shards
-
-    @property
     def uses_zero_strategy(self) -> bool:
         """Whether the run has ZeroStrategy, stage 1, in place of a mesh."""
         return self.zero == 1 and not self.delays
@@ -207,13 +202,13 @@ class StateFormat:
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2), ("Varuna", 1))
 #: Schedules that are planned only if they are asked for, because gradients have a delay: the loss curve is another.
 DELAYED = (("PipeDream2BW", 1),)
-#: Values that `schedule` and `zero` can be fixed at.
 _PLANNED = tuple(dict.fromkeys(name for name, _ in (*SCHEDULES, *DELAYED)))
-_STAGES = ("3", "2", "1", "0")
-#: Keys of `fix`, beside the axes.
-_FIXABLE = (*AXES, "ep", "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
-#: Values that `recompute` can be fixed at.
-_MODES = ("none", "selective", "full", "rotor")
+#: Keys of `fix`, with their values: of an empty tuple, all numbers. `gather` and `reduce` are dtypes of the state.
+_FIXABLE: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys((*AXES, "ep", "micro_batch"), ()),
+    **{"schedule": _PLANNED, "zero": ("3", "2", "1", "0"), "recompute": ("none", "selective", "full", "rotor")},
+    **{"offload": ("false", "true"), "gather": None, "reduce": None},
+}
 
 
 @dataclass(frozen=True)
@@ -238,43 +233,31 @@ class Request:
     rotor: bool = True
 
     def __post_init__(self) -> None:
-        for key in self.fix:
+        for key, value in self.fix.items():
             if key not in _FIXABLE:
                 raise DloError(
-                    f"--fix must name one of {', '.join(_FIXABLE)}, got {key}{did_you_mean(key, _FIXABLE)}; such as"
+                    f"--fix must name one of {', '.join(_FIXABLE)}, got {key}{did_you_mean(key, [*_FIXABLE])}; such as"
                     " --fix tp=8"
                 )
-        mode = self.fix.get("recompute", "none").lower()
-        if mode not in _MODES:
-            raise DloError(
-                f"--fix recompute must be one of {', '.join(_MODES)}, got {mode}{did_you_mean(mode, _MODES)}; leave it"
-                " out, or use --fix recompute=full"
-            )
-        if mode == "rotor" and not self.rotor:
-            raise DloError(
-                "--fix recompute=rotor must come without a compiled model, got the callback Compile with scope: model;"
-                " set its scope: blocks"
-            )
-        for key, known in (("schedule", _PLANNED), ("zero", _STAGES)):
-            value = self.fix.get(key, known[0])
-            if value.lower() not in (name.lower() for name in known):
+            known = _FIXABLE[key]
+            if known and value.lower() not in map(str.lower, known):
                 raise DloError(
                     f"--fix {key} must be one of {', '.join(known)}, got {value}{did_you_mean(value, known)}; leave it"
                     f" out, or use --fix {key}={known[0]}"
                 )
-        offload = self.fix.get("offload", "false").lower()
-        if offload not in ("true", "false"):
+            if known == () and not value.isdigit():
+                raise DloError(f"--fix {key} must be a number, got {value!r}; such as --fix {key}=2")
+        mode = self.fix.get("recompute", "rotor").lower()
+        offloads = self.fix.get("offload", "false").lower() == "true"
+        if not self.rotor and (self.fix.get("recompute", "").lower() == "rotor" or offloads):
             raise DloError(
-                f"--fix offload must be true or false, got {offload}; leave it out, or use --fix offload=false"
+                "--fix recompute=rotor and offload=true must come without a compiled model, got the callback Compile"
+                " with scope: model; set its scope: blocks"
             )
-        if offload == "true" and (not self.rotor or self.fix.get("recompute", "rotor").lower() != "rotor"):
+        if offloads and mode != "rotor":
             raise DloError(
-                "--fix offload=true must come with Rotor, which offloads, got"
-                f" {f'recompute={mode}' if self.rotor else 'the callback Compile with scope: model'}; leave it out"
+                f"--fix offload=true must come with Rotor, which offloads, got recompute={mode}; leave it out"
             )
-        for key in (*AXES, "ep", "micro_batch", "zero"):
-            if key in self.fix and not self.fix[key].isdigit():
-                raise DloError(f"--fix {key} must be a number, got {self.fix[key]!r}; such as --fix {key}=2")
 
     def allows(self, key: str, value: object) -> bool:
         """Returns whether a value agrees with what is fixed."""

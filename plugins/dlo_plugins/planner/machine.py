@@ -257,127 +257,90 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
     Raises:
         DloError: A constant is missing, or no positive number.
     """
-    read = _Reader(content, file)
-    links = content.get("links")
-    if not isinstance(links, dict) or "node" not in links:
-        raise read.missing("links.node")
-    for key in (*content, *(f"links.{name}" for name in links)):
-        if key not in _KEYS:
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def collect(key: str, entry: Any) -> None:
+        if isinstance(entry, dict) and "value" in entry:
+            values[key], sources[key] = entry["value"], str(entry.get("source", ""))
+        elif isinstance(entry, dict) and entry and not key.endswith("bandwidth"):
+            for word, inner in entry.items():
+                collect(f"{key}.{word}" if key else str(word), inner)
+        else:
+            values[key] = entry
+
+    def find(key: str, known: str = "{value: ..., source: ...}") -> Any:
+        if key not in values:
             raise DloError(
-                f"machine {file} must have keys of {', '.join(_KEYS)}, got {key}; remove it: since 0.2 efficiency,"
-                " bandwidth_efficiency and launch are those of all kernels. dlo plan --measure writes a new file"
+                f"machine {file} must have {key}, got a file without it; add {key.rpartition('.')[2]}: {known} there,"
+                " or start from a copy of a machine that dlo has"
             )
-    return Machine(
-        name=str(content.get("name", Path(file).stem)),
-        memory=read("memory"),
-        reserved=read("reserved"),
-        fragmentation=read("fragmentation"),
-        ranks_per_node=int(read("ranks_per_node")),
-        peak=read.peak(),
-        efficiency=read("efficiency"),
-        bandwidth=read("bandwidth"),
-        bandwidth_efficiency=read("bandwidth_efficiency"),
-        launch=read("launch"),
-        attention=(read("attention.forward"), read("attention.backward")),
-        node=read.link("node"),
-        network=read.link("network") if "network" in links else None,
-        overlap_slowdown=read("overlap_slowdown"),
-        sources=read.sources,
-        device=read.device(),
-        cores=int(read("cores")) if "cores" in content else 0,
-        host=Host(read("links.host.bandwidth"), read("links.host.memory")) if "host" in links else None,
-    )
+        return values[key]
 
-
-#: Keys that a file may have.
-_KEYS = (
-    *("name", "device", "memory", "reserved", "fragmentation", "ranks_per_node", "cores", "accelerator", "peak"),
-    *("efficiency", "bandwidth", "bandwidth_efficiency", "launch", "attention", "links", "links.node"),
-    *("links.network", "links.host", "overlap_slowdown"),
-)
-#: Entries of a file with several constants, for messages.
-_ENTRIES = {
-    "links.node": "{bandwidth: {value: ..., source: ...}, latency: {value: ..., source: ...}}",
-    "peak": "{bfloat16: {value: ..., source: ...}}",
-}
-
-
-class _Reader:
-    """Reads constants by dotted key, and collects their sources."""
-
-    def __init__(self, content: Mapping[str, Any], file: str) -> None:
-        self._content, self._file = content, file
-        self.sources: dict[str, str] = {}
-
-    def missing(self, key: str) -> DloError:
-        """Returns the error for a missing constant."""
-        entry = _ENTRIES.get(key, "{value: ..., source: ...}")
-        return DloError(
-            f"machine {self._file} must have {key}, got a file without it; add {key.rpartition('.')[2]}: {entry} there,"
-            " or start from a copy of a machine that dlo has"
-        )
-
-    def find(self, key: str) -> Any:
-        """Returns the entry of a key."""
-        at: Any = self._content
-        for word in key.split("."):
-            if isinstance(at, dict) and word.isdigit() and int(word) in at:
-                word = int(word)  # type: ignore[assignment]
-            if not isinstance(at, dict) or word not in at:
-                raise self.missing(key)
-            at = at[word]
-        if isinstance(at, dict) and "value" in at:
-            self.sources[key] = str(at.get("source", ""))
-            return at["value"]
-        return at
-
-    def __call__(self, key: str) -> float:
-        """Returns a positive number."""
-        value = self.find(key)
+    def read(key: str, value: Any = None) -> float:
+        found = find(key) if value is None else value
         try:
-            number = float(value)
+            number = float(found)
         except (TypeError, ValueError):
             number = -1.0
         if not 0 < number < math.inf:
-            raise DloError(f"machine {self._file}: {key} must be a positive number, got {value!r}; correct it")
+            raise DloError(f"machine {file}: {key} must be a positive number, got {found!r}; correct it")
         return number
 
-    def peak(self) -> dict[str, float]:
-        """Returns the peak by dtype: that of the file, or of the accelerator that it names."""
-        if "accelerator" in self._content:
-            from dlo_framework.costs import known_peak  # It imports torch.
-
-            found = known_peak(str(self.find("accelerator")))
-            if found is None:
-                raise DloError(
-                    f"machine {self._file}: accelerator must be one whose peak dlo knows, got"
-                    f" {self.find('accelerator')}; set peak: {_ENTRIES['peak']} in its place"
-                )
-            return found.rates()
-        peak = self._content.get("peak")
-        if not isinstance(peak, dict) or not peak:
-            raise self.missing("peak")
-        return {dtype: self(f"peak.{dtype}") for dtype in peak}
-
-    def device(self) -> str:
-        """Returns the type of the devices; `cuda` where the file does not say."""
-        found = str(self._content.get("device", "cuda"))
-        if found not in ("cuda", "cpu"):
-            raise DloError(f"machine {self._file}: device must be cuda or cpu, got {found!r}; correct it")
-        return found
-
-    def link(self, name: str) -> Link:
-        """Returns a link; its bandwidth may be a mapping of numbers of nodes."""
+    def read_link(name: str) -> Link:
         key = f"links.{name}.bandwidth"
-        value = self.find(key)
-        table = value if isinstance(value, dict) else {1: value}
-        try:
-            found = {int(nodes): float(rate) for nodes, rate in table.items()}
-        except (TypeError, ValueError):
-            found = {}
-        if not found or min(found.values()) <= 0 or min(found) < 1:
+        found = find(key)
+        table = found if isinstance(found, dict) else {1: found}  # By number of nodes.
+        return Link({int(nodes): read(key, rate) for nodes, rate in table.items()}, read(f"links.{name}.latency"))
+
+    collect("", content)
+    unknown = next((key for key in values if key not in _KEYS and not key.startswith("peak.")), None)
+    if unknown is not None:
+        raise DloError(
+            f"machine {file} must have keys of {', '.join(_KEYS)}, got {unknown}; remove it: since 0.2 efficiency,"
+            " bandwidth_efficiency and launch are those of all kernels. dlo plan --measure writes a new file"
+        )
+    if "accelerator" in values:
+        from dlo_framework.costs import known_peak  # It imports torch.
+
+        known = known_peak(str(values["accelerator"]))
+        if known is None:
             raise DloError(
-                f"machine {self._file}: {key} must be bytes a second, or a mapping of numbers of nodes to them, got"
-                f" {value!r}; correct it"
+                f"machine {file}: accelerator must be one whose peak dlo knows, got {values['accelerator']}; set peak:"
+                f" {_PEAK} in its place"
             )
-        return Link(found, self(f"links.{name}.latency"))
+        peak = known.rates()
+    else:
+        peak = {key.removeprefix("peak."): read(key) for key in values if key.startswith("peak.")}
+    if not peak:
+        find("peak", _PEAK)
+    device = str(values.get("device", "cuda"))
+    if device not in ("cuda", "cpu"):
+        raise DloError(f"machine {file}: device must be cuda or cpu, got {device!r}; correct it")
+    return Machine(
+        **{key: read(key) for key in _NUMBERS},  # type: ignore[arg-type]
+        name=str(values.get("name", Path(file).stem)),
+        ranks_per_node=int(read("ranks_per_node")),
+        peak=peak,
+        attention=(read("attention.forward"), read("attention.backward")),
+        node=read_link("node"),
+        network=read_link("network") if any(key.startswith("links.network") for key in values) else None,
+        sources=sources,
+        device=device,
+        cores=int(read("cores")) if "cores" in values else 0,
+        host=Host(read("links.host.bandwidth"), read("links.host.memory")) if "links.host.memory" in values else None,
+    )
+
+
+_PEAK = "{bfloat16: {value: ..., source: ...}}"
+#: Constants that are a number of the same name.
+_NUMBERS = (
+    *("memory", "reserved", "fragmentation", "efficiency", "bandwidth", "bandwidth_efficiency", "launch"),
+    "overlap_slowdown",
+)
+#: Keys that a file may have, beside a peak by dtype.
+_KEYS = (
+    *("name", "device", "ranks_per_node", "cores", "accelerator", "peak", *_NUMBERS, "attention.forward"),
+    *("attention.backward", "links.host.bandwidth", "links.host.memory"),
+    *(f"links.{link}.{key}" for link in ("node", "network") for key in ("bandwidth", "latency")),
+)

@@ -62,7 +62,7 @@ def measure_rank(rank: int, world_size: int, device: str, dtype: str) -> RankMea
         dtype: Name of the dtype of products.
     """
     process = process_peak()
-    if device == "cuda":
+    if device == "cuda" and world_size > 1:
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
     def seconds(run: Callable[[], object], calls: int = 1) -> float:

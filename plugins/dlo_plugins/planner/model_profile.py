@@ -14,7 +14,8 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,38 +23,35 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeKernels, FakeTensorMode, copy_modules, fake_copy, fake_like
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.planner.block_profile import RestRecord, profile_block
-from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
+from dlo_plugins.planner.operation_recorder import (
+    FusedKernels,
+    Operation,
+    Record,
+    Recorder,
+    attention_core,
+    fuse,
+    needed,
+    running_modules,
+    selected,
+    summarise,
+)
 from dlo_plugins.planner.regions_of_tp import ExpertProfile, PartParameters, TensorRegions
-from dlo_plugins.planner.work import Amount, Part
+from dlo_plugins.planner.work import Amount, Kernels, Part, Product, Recomputation, Work
 
 _HALF = (torch.bfloat16, torch.float16)
 #: Functions that autocast computes in single precision on a GPU (torch.amp, "CUDA Ops that can autocast to float32").
 #: Left out are a few losses for pairs and margins.
 _SINGLE = {
     *("layer_norm", "group_norm", "rms_norm", "normalize", "norm", "softmax", "log_softmax", "softmin", "softplus"),
-    *(
-        "pow",
-        "square",
-        "__pow__",
-        "__rpow__",
-        "__rtruediv__",
-        "__rdiv__",
-        "exp",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "reciprocal",
-    ),
+    *("pow", "square", "__pow__", "__rpow__", "__rtruediv__", "__rdiv__", "exp", "expm1", "log", "log2", "log10"),
+    *("log1p", "reciprocal"),
     *("rsqrt", "sum", "prod", "cumsum", "cumprod", "cosine_similarity", "cdist", "dist", "tan", "sinh", "cosh"),
     *("acos", "asin", "erfinv", "cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "mse_loss"),
     *("l1_loss", "smooth_l1_loss", "huber_loss", "cosine_embedding_loss", "margin_ranking_loss"),
@@ -89,49 +87,6 @@ class _SingleFunctions(TorchFunctionMode):
 
 def _single(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
-
-
-class CastWeights(TorchDispatchMode):
-    """Mode that finds the parameters that autocast casts to half precision; enter it inside a `FakeTensorMode`.
-
-    Args:
-        module: Module with fake parameters.
-        stack: Modules whose forward is running, the innermost last.
-
-    Attributes:
-        found: Names of the parameters. Of tied ones only those of the modules that cast them.
-    """
-
-    def __init__(self, module: nn.Module, stack: list[nn.Module]) -> None:
-        super().__init__()
-        self._stack = stack
-        self._names: Mapping[int, str] = {id(part): name for name, part in module.named_modules()}
-        self._owners: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._owners.setdefault(id(parameter), []).append(name)
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator."""
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in _HALF:
-            names = self._owners.get(id(args[0]), [])
-            running = self._names.get(id(self._stack[-1])) if self._stack else None
-            own = [name for name in names if name.rpartition(".")[0] == running] if len(names) > 1 else names
-            self.found.update(own)
-        return func(*args, **(kwargs or {}))
-
-
-def cast_parameters(module: nn.Module, names: set[str], dtype: torch.dtype) -> None:
-    """Replaces fake parameters by ones of another dtype; a tied one only where its module is named."""
-    made: dict[int, nn.Parameter] = {}
-    for name in sorted(names):
-        parent, _, key = name.rpartition(".")
-        owner = module.get_submodule(parent)
-        old = owner._parameters[key]
-        assert old is not None
-        if id(old) not in made:
-            made[id(old)] = nn.Parameter(torch.empty_like(old, dtype=dtype), requires_grad=old.requires_grad)
-        owner._parameters[key] = made[id(old)]
 
 
 #: Rows of the profiled micro-batch: batch norm needs more than one value.
@@ -226,16 +181,11 @@ def profile_model(
             FakeKernels(),
         ):
             warnings.simplefilter("ignore")  # Lightning's, of values that are logged without a trainer.
-            casts = autocast is not None and dtype != autocast
-            own = fake_copy(own, None if casts else dtype)  # A frozen weight may have a dtype of its own.
+            # A frozen weight may have a dtype of its own.
+            own = fake_copy(own, dtype if autocast in (None, dtype) else None)
             repeated = tree_map(fake_like, _rows(batch, rows))
             whole, divided = own.model if has_model else own, plan if has_model else None
-            cast = set[str]()
-            if casts and autocast is not None:
-                cast = _Profiler(own, divided, whole, device).find_casts(repeated, autocast)
-                cast_parameters(whole, cast, autocast)
             profiler = _Profiler(own, divided, whole, device)
-            profiler.cast = cast
             profiler.run(repeated, dtype, autocast)
     except DloError:
         raise
@@ -275,6 +225,234 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     )
 
 
+#: Matrix products of fused attention's backward: the scores again, and a gradient for each operand of the two products.
+_ATTENTION_BACKWARD = 5
+
+
+class _Saved:
+    """Storages that autograd keeps, by number."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.sizes: dict[int, int] = {}
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns hooks that count, to be entered around a forward."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.sizes[self._recorder.number(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def amount(self, left_out: set[int]) -> Amount:
+        """Returns the saved bytes, without those of some storages."""
+        found = [0.0, 0.0]
+        for number, size in self.sizes.items():
+            if number not in left_out:
+                found[not self._recorder.classes.get(number, False)] += size
+        return Amount(*found)
+
+    def fused(self, operations: list[Operation], ends: set[int], left_out: set[int]) -> Amount:
+        """Returns the bytes that compiled code saves: backward recomputes what is internal to a kernel.
+
+        Args:
+            operations: Operations of the forward.
+            ends: Numbers of the storages that are outputs.
+            left_out: Numbers of storages that are not counted.
+        """
+        sizes = {number: (size, self._recorder.classes.get(number, False)) for number, size in self.sizes.items()}
+        return fuse(operations, ends).saved(sizes, left_out)
+
+
+def profile_block(
+    recorder: Recorder, regions: Any, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, rows: int
+) -> tuple[Part, Any]:
+    """Returns a block's profile for one row, without its parameters, and its outputs.
+
+    Args:
+        recorder: Recorder, which records nothing else meanwhile.
+        regions: Regions that tensor parallelism divides.
+        name: Name of the block.
+        forward: Forward of the block.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        rows: Rows of the micro-batch.
+    """
+    args, kwargs = tree_map(_detached, (args, kwargs))
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    saved, first, second = _Saved(recorder), Record(), Record()
+    recorder.forget()
+    regions.leave_block()
+    recorder.record = first
+    with saved.hooks(), torch.enable_grad():
+        outputs = forward(*args, **kwargs)
+    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    recorder.record = second
+    roots = [leaf for leaf in found if leaf.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.empty_like(leaf) for leaf in roots])
+    recorder.record = None
+    ends = {recorder.number(leaf) for leaf in found}
+    left_out = {*recorder.weights, *map(recorder.number, leaves)} | ends
+    output = Amount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
+    modes = _modes(first.operations, saved, left_out, ends, rows)
+    transient = recorder.peak().beyond(output.plus(modes["none"].saved, rows)).times(1 / rows)
+    floating = [leaf for leaf in leaves if leaf.is_floating_point()]
+    # Hidden states need a gradient, unless nothing trains before them: then they come first.
+    inputs = sum(x.untyped_storage().nbytes() for x in [x for x in floating if x.requires_grad] or floating[:1])
+    passed = regions.passed_in(name, inputs)
+    part = Part(
+        name, _per_row(summarise(first.operations, ends | set(saved.sizes)), rows),
+        _per_row(_backward_work(first.operations, second.operations), rows), modes, output.times(1 / rows), transient,
+        Amount(), Amount(), len(regions.regions_in(name)), inputs / rows, cast=Amount(*first.casts),
+        entered=passed.entered / rows, left=passed.left / rows,
+    )  # fmt: skip
+    return part, tree_map(_detached, outputs)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _modes(
+    operations: list[Operation], saved: _Saved, left_out: set[int], ends: set[int], rows: int
+) -> dict[str, Recomputation]:
+    """Returns the ways to keep a block's activations, for one row."""
+    sizes: dict[int, int] = {n: size for op in operations for n, size in op.writes.items()}
+    inside = {n: op.is_inside for op in operations for n in op.writes}
+    core, used = attention_core(operations), ends | set(saved.sizes)
+    of_core = {n for op in core for n in op.writes}
+    last = set(core[-1].writes) if core else set()
+
+    def keeping(every: int) -> Recomputation:
+        kept, repeated = selected(operations, every)
+        kept -= ends
+        return Recomputation(
+            amount(kept), amount(needed(operations, set(saved.sizes) - ends, kept)),
+            _per_row(summarise(repeated, used), rows),
+        )  # fmt: skip
+
+    def amount(numbers: set[int]) -> Amount:
+        found = [0.0, 0.0]
+        for number in numbers:
+            found[not inside[number]] += sizes[number]
+        return Amount(*found).times(1 / rows)
+
+    return {
+        "none": Recomputation(
+            saved.amount(left_out).times(1 / rows), saved.fused(operations, ends, left_out).times(1 / rows)
+        ),
+        "selective": keeping(1),
+        "alternate": keeping(2),
+        "attention": Recomputation(
+            saved.amount(left_out | (of_core - last)).times(1 / rows),
+            saved.fused(operations, ends, left_out | (of_core - last)).times(1 / rows),
+            _per_row(summarise(core, used), rows),
+        ),
+        "full": Recomputation(Amount(), Amount(), _per_row(summarise(operations, used), rows), gathers_again=True),
+    }
+
+
+def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
+    """Returns the work of a backward: products by the rules of differentiation, other operations as recorded.
+
+    Recorded operations do not know their modules: what tensor parallelism divides is taken as in forward. Gradients
+    that backward has not computed are left out: those of frozen weights, and of inputs before the first trained layer.
+    """
+    ran = Counter(_shape(op.product) for op in backward if op.product is not None)
+    products: Counter[Product] = Counter()
+    for op in forward:
+        if op.product is None:
+            continue
+        for product in (op.product,) if op.product.is_attention else op.product.gradients():
+            if ran[_shape(product)]:
+                ran[_shape(product)] -= 1
+                products[product] += _ATTENTION_BACKWARD if product.is_attention else 1
+    recorded, own = summarise(backward, set()), summarise(forward, set())
+    return Work(
+        tuple(products.items()),
+        _divided_as(own.eager.moved, recorded.eager),
+        _divided_as(own.compiled.moved, recorded.compiled),
+    )
+
+
+def _divided_as(forward: Amount, kernels: Kernels) -> Kernels:
+    """Returns a backward's kernels, of whose bytes tensor parallelism divides the same fraction as of the forward's."""
+    inside, moved = forward.inside / forward.total if forward.total else 0.0, kernels.moved.total
+    return Kernels(Amount(moved * inside, moved * (1 - inside)), kernels.number)
+
+
+def _shape(product: Product) -> tuple[object, ...]:
+    """Returns a product's shape; the result of a gradient may be transposed."""
+    return *sorted((product.m, product.n)), product.k, product.batch, product.is_attention
+
+
+class RestRecord:
+    """Record of what runs outside blocks, in a forward and a backward of the full model.
+
+    Args:
+        recorder: Recorder.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._records = {(name, way): Record() for name in ("stem", "head", "between") for way in (False, True)}
+        self._saved = {name: _Saved(recorder) for name in ("stem", "head", "between")}
+        self._largest: dict[str, Amount] = {}
+        self._name, self._is_backward = "stem", False
+        self._hooks: Any = None
+
+    def pause(self) -> None:
+        """Stops to record."""
+        if self._recorder.record is not None:
+            own = (self._largest.get(self._name, Amount()), self._recorder.peak())
+            self._largest[self._name] = max(own, key=lambda amount: amount.total)
+        self._recorder.record = None
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def resume(self, name: str) -> None:
+        """Begins, or continues, with a part."""
+        self.pause()
+        self._name = name
+        self._recorder.forget()
+        self._recorder.record = self._records[name, self._is_backward]
+        if not self._is_backward:
+            self._hooks = self._saved[name].hooks()
+            self._hooks.__enter__()
+
+    def begin_backward(self) -> None:
+        """Goes from forward to backward, which begins with the head."""
+        self.pause()
+        self._name, self._is_backward = "head", True
+        self._recorder.record = self._records["head", True]
+
+    def part(self, name: str, rows: int) -> Part:
+        """Returns the profile of the stem or the head for one row; what runs between blocks is added to the stem."""
+        names = (name, "between") if name == "stem" else (name,)
+        forward, backward = ([op for n in names for op in self._records[n, way].operations] for way in (False, True))
+        known = {n for part in names for n in self._saved[part].sizes} - {n for op in forward for n in op.writes}
+        saved, compiled, cast = Amount(), Amount(), Amount()
+        for n in names:
+            saved = saved.plus(self._saved[n].amount(known))
+            compiled = compiled.plus(self._saved[n].fused(forward, set(), known))
+            cast = cast.plus(Amount(*self._records[n, False].casts))
+        largest = max((self._largest.get(n, Amount()) for n in names), key=lambda amount: amount.total)
+        return Part(
+            name, _per_row(summarise(forward, set()), rows), _per_row(_backward_work(forward, backward), rows),
+            {"none": Recomputation(saved.times(1 / rows), compiled.times(1 / rows))}, Amount(),
+            largest.times(1 / rows), Amount(), Amount(), cast=cast,
+        )  # fmt: skip
+
+
+def _per_row(work: Work, rows: int) -> Work:
+    """Returns the work of one of several rows."""
+    products = tuple((product._scaled(product.tokens, 1 / rows), count) for product, count in work.products)
+    eager, compiled = (Kernels(k.moved.times(1 / rows), k.number) for k in (work.eager, work.compiled))
+    return Work(products, eager, compiled)
+
+
 class _Profiler:
     """Runs a step of a fake task once, and profiles its parts.
 
@@ -290,29 +468,13 @@ class _Profiler:
         self.regions, self.experts = TensorRegions(model, plan), ExpertProfile(model, plan)
         self.stack: list[nn.Module] = []
         self.recorder = Recorder(lambda is_product: self.regions.classify(self.stack, is_product))
+        divided = self.regions.divided
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *task.named_buffers()):
+            self.recorder.weights[self.recorder.number(tensor)] = name in divided
         self.names = plan.block_names(model) if plan is not None else []
         self.known: dict[Any, tuple[Any, Any]] = {}
         self.blocks: list[Part] = []
-        self.cast: set[str] = set()
         self._rest: dict[str, Any] = {}
-
-    def find_casts(self, batch: Any, autocast: torch.dtype) -> set[str]:
-        """Returns the names of the parameters that autocast casts in a forward; each kind of block runs once."""
-        casts = CastWeights(self.model, self.stack)
-        with (
-            running_modules(self.model, self.stack),
-            self._replaced_blocks(self._skip),
-            FusedKernels(self.recorder, self.device),
-            device_autocast(self.device, autocast),
-            casts,
-        ):
-            self._loss(batch, None)
-        by_kind: dict[Any, set[str]] = {}
-        blocks = {name: _kind(self.model.get_submodule(name)) for name in self.names}
-        for name, kind in blocks.items():
-            inner = {found.removeprefix(f"{name}.") for found in casts.found if found.startswith(f"{name}.")}
-            by_kind.setdefault(kind, set()).update(inner)
-        return casts.found | {f"{name}.{inner}" for name, kind in blocks.items() for inner in by_kind[kind]}
 
     def run(self, batch: Any, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
         """Runs forward and backward."""
@@ -322,19 +484,18 @@ class _Profiler:
             running_modules(self.model, self.stack),
             self.experts.watched(),
             self.regions.watched(),
-            self._replaced_blocks(functools.partial(self._pass, rest)),
+            self._replaced_blocks(rest),
             FusedKernels(self.recorder, self.device),
             self.recorder,
             device_autocast(self.device, autocast),
         ):
             try:
-                rest.begin("stem" if self.names else "head")
+                rest.resume("stem" if self.names else "head")
                 loss = self._loss(batch if casted is None else _cast(batch, casted), casted)
                 rest.begin_backward()
-                with self._left_out_gradients():
-                    loss.backward()
+                loss.backward()
             finally:  # A refused step must not leave its hooks to the process.
-                rest.end()
+                rest.pause()
         self._rest = {"stem": rest.part("stem", ROWS), "head": rest.part("head", ROWS)}
 
     def _loss(self, batch: Any, dtype: torch.dtype | None) -> Tensor:
@@ -357,58 +518,23 @@ class _Profiler:
         return loss
 
     @contextlib.contextmanager
-    def _left_out_gradients(self) -> Iterator[None]:
-        """Leaves the gradients of parameters out of the bytes of activations inside the block."""
+    def _replaced_blocks(self, rest: RestRecord) -> Iterator[None]:
+        """Replaces the forwards of the blocks, and frees each gradient of a parameter, inside the block."""
 
-        def leave_out(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self.recorder.leave_out(parameter.grad)
+        def free(parameter: Tensor) -> None:
+            self.recorder.leave_out_gradient(parameter, id(parameter) in self.experts.parameters)
+            parameter.grad = None
 
-        trained = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
-        handles = [parameter.register_post_accumulate_grad_hook(leave_out) for parameter in trained]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextlib.contextmanager
-    def _replaced_blocks(self, run: Callable[..., Any]) -> Iterator[None]:
-        """Replaces the forwards of the blocks inside the block: each kind runs once, apart from the others.
-
-        Args:
-            run: Function to call for a forward with the block's name, the block, its forward, whether it is the last
-                and the first, and its inputs.
-        """
         blocks = [self.model.get_submodule(name) for name in self.names]
-        for number, (name, block) in enumerate(zip(self.names, blocks, strict=True)):
-            block.__dict__["forward"] = functools.partial(
-                run, name, block, block.forward, number == len(blocks) - 1, number == 0
-            )
-        try:
+        with contextlib.ExitStack() as hooks:
+            for parameter in self.task.parameters():
+                if parameter.requires_grad:
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(free))
+            for number, (name, block) in enumerate(zip(self.names, blocks, strict=True)):
+                ends = number == len(blocks) - 1, number == 0
+                block.__dict__["forward"] = functools.partial(self._pass, rest, name, block, block.forward, *ends)
+                hooks.callback(block.__dict__.pop, "forward", None)
             yield
-        finally:
-            for block in blocks:
-                block.__dict__.pop("forward", None)
-
-    def _skip(
-        self, name: str, block: nn.Module, forward: Callable[..., Any], last: bool, first: bool, *args: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Returns a block's outputs; those of a kind that has run are empty."""
-        key = (_kind(block), _signature((args, kwargs)))
-        if key not in self.known:
-            self.known[key] = None, forward(*args, **kwargs)
-        like = self.known[key][1]
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-        return tree_map(
-            lambda leaf: (
-                torch.empty_like(leaf, requires_grad=bool(inputs) or leaf.requires_grad)
-                if isinstance(leaf, Tensor) and leaf.is_floating_point()
-                else leaf
-            ),
-            like,
-        )
 
     def _pass(
         self, rest: Any, name: str, block: nn.Module, forward: Callable[..., Any], last: bool, first: bool,
@@ -418,9 +544,7 @@ class _Profiler:
         rest.pause()
         key = (_kind(block), _signature((args, kwargs)))
         if key not in self.known:
-            part, like = profile_block(
-                self.recorder, self.regions, name, block, forward, args, kwargs, ROWS, self.experts.parameters
-            )
+            part, like = profile_block(self.recorder, self.regions, name, forward, args, kwargs, ROWS)
             self.known[key] = replace(part, exchanged=self.experts.exchanged_in(name) / ROWS), like
         part, like = self.known[key]
         self.blocks.append(part)
@@ -435,7 +559,7 @@ class _Profiler:
     def profile(self, task: Any, batch: Any) -> ModelProfile:
         """Returns the profile."""
         model = task.model if self.plan is not None else task
-        counts, tied = self.regions.count_parameters(model, self.names, self.experts.names, self.cast)
+        counts, tied = self.regions.count_parameters(model, self.names, self.experts.names)
         blocks = tuple(_with_parameters(part, counts[name]) for part, name in zip(self.blocks, self.names, strict=True))
         if len(self.blocks) != len(self.names):
             raise DloError(
@@ -488,7 +612,7 @@ class _BlockPass(torch.autograd.Function):
 def _with_parameters(part: Part, counts: PartParameters) -> Part:
     return replace(
         part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed, experts=counts.experts,
-        trained_experts=counts.trained_experts, cast=counts.cast,
+        trained_experts=counts.trained_experts,
     )  # fmt: skip
 
 

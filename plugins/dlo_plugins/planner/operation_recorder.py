@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,9 +72,16 @@ class Operation:
 
 @dataclass
 class Record:
-    """Operations of a forward or a backward, in order."""
+    """Operations of a forward or a backward, in order.
+
+    Attributes:
+        operations: Operations.
+        casts: Numbers of parameters that autocast casts, which are no operations: divided by tensor parallelism, and
+            not. The casts grow with the model and not with the rows.
+    """
 
     operations: list[Operation] = field(default_factory=list)
+    casts: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 
 class Recorder(TorchDispatchMode):
@@ -86,18 +93,21 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         record: Record to which operations are added; None records nothing.
+        weights: Numbers of the storages of parameters, of buffers and of casts of parameters, and whether tensor
+            parallelism divides them.
     """
 
     def __init__(self, region_of: Callable[[bool], tuple[Dim, bool | None]]) -> None:
         super().__init__()
         self.record: Record | None = None
         self.classes: dict[int, bool] = {}
+        self.weights: dict[int, bool] = {}
         self._region_of = region_of
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next = 0
         self._events: list[tuple[int, int]] = []  # number of the storage, bytes; negative for a release
+        self._casts: dict[int, int] = {}  # numbers of the results of casts, and of their sources
         self._left_out: set[int] = set()
-        self._always_left_out: set[int] = set()
 
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage."""
@@ -136,6 +146,13 @@ class Recorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         reads = self._reads(inputs)
+        if func.overloadpacket is _aten._to_copy:
+            source, target = self.number(inputs[0]), self.number(outputs[0])
+            self._casts[target] = source
+            if source in self.weights:
+                self.weights[target] = self.weights[source]
+                self.record.casts[not self.weights[source]] += outputs[0].numel()
+                return
         is_view = func.is_view or (
             not func._schema.is_mutable and outputs and all(self.number(tensor) in reads for tensor in outputs)
         )
@@ -185,54 +202,32 @@ class Recorder(TorchDispatchMode):
         """Restarts the count of bytes that are alive."""
         self._events = []
 
-    def mark(self) -> int:
-        """Returns the current position in the log of allocations."""
-        return len(self._events)
+    def leave_out_gradient(self, parameter: Tensor, is_expert: bool) -> None:
+        """Leaves out the gradient of a parameter that autocast casts, but not that of the cast; an expert's both.
 
-    def leave_out(self, tensor: Tensor, *, always: bool = False) -> None:
-        """Leaves a tensor out of the bytes that are alive: a parameter's gradient, which is counted with the state.
-
-        Args:
-            tensor: Gradient.
-            always: Whether it is left out where gradients of parameters count, too: an expert's, which `ep` divides.
+        The gradients of experts are counted apart, as `ep` divides them.
         """
-        self._left_out.add(self.number(tensor))
-        if always:
-            self._always_left_out.add(self.number(tensor))
+        assert parameter.grad is not None
+        number = self.number(parameter.grad)
+        source = self._casts.get(number)
+        if source is not None or is_expert:
+            self._left_out.add(number)
+        if source is not None and self.record is not None:
+            self.record.operations = [op for op in self.record.operations if number not in op.writes]
+            self._left_out |= {source} if is_expert else set()
 
-    def peak(self, start: int, *, with_gradients: bool = False, held: Collection[int] = ()) -> Amount:
-        """Returns the most bytes alive at once since a position in the log; releases of older storages do not count.
-
-        Args:
-            start: Position in the log.
-            with_gradients: Whether the gradients of parameters count, other than of experts.
-            held: Numbers of storages whose release does not count.
-        """
-        return self._find_peak(start, self._always_left_out if with_gradients else self._left_out, held)[0]
-
-    def gradients_at_peak(self, start: int) -> float:
-        """Returns the share of the gradients of parameters that exist at the peak without them.
-
-        Args:
-            start: Position in the log.
-        """
-        _, at = self._find_peak(start, self._left_out)
-        sizes = [(n, size) for n, (number, size) in enumerate(self._events) if number in self._left_out and size > 0]
-        every = sum(size for n, size in sizes if n >= start)
-        return sum(size for n, size in sizes if start <= n <= at) / every if every else 1.0
-
-    def _find_peak(self, start: int, left_out: set[int], held: Collection[int] = ()) -> tuple[Amount, int]:
-        """Returns the most bytes alive at once since a position in the log, and the position where they are."""
-        live, best, found = [0, 0], Amount(), start
+    def peak(self) -> Amount:
+        """Returns the most bytes alive at once since :meth:`forget`; releases of older storages do not count."""
+        live, best = [0.0, 0.0], Amount()
         born: set[int] = set()
-        for at, (number, size) in enumerate(self._events):
-            if number in left_out or (size < 0 and (number not in born or number in held)):
+        for number, size in self._events:
+            if number in self._left_out or (size < 0 and number not in born):
                 continue
             born.add(number)
             live[not self.classes[number]] += size
-            if at >= start and sum(live) > best.total:
-                best, found = Amount(*map(float, live)), at
-        return best, found
+            if sum(live) > best.total:
+                best = Amount(*live)
+        return best
 
 
 class FusedKernels(TorchFunctionMode):
@@ -258,13 +253,8 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (nn.functional.dropout, torch.dropout) and not self._on_cpu:
             return _dropout(*args, **kwargs)
-        if (
-            self._on_cpu
-            and func is Tensor.reshape
-            and args[0].ndim == 5
-            and args[0].stride(2) == 0
-            and args[0].shape[2] > 1
-        ):
+        repeats = self._on_cpu and func is Tensor.reshape and args[0].ndim == 5
+        if repeats and args[0].stride(2) == 0 and args[0].shape[2] > 1:
             repeated = func(*args, **kwargs)
             repeated.__dict__["_before_repeat"] = args[0].select(2, 0)
             return repeated
@@ -385,7 +375,7 @@ class Fusion:
     Attributes:
         kernels: Kernels other than matrix products.
         internal: Numbers of the storages that no kernel but their own needs.
-        kernel_of: Kernel of each internal storage; a cast's result has one of its own.
+        kernel_of: Kernel of each internal storage.
         sources: Storages that each kernel reads from outside: number, bytes, and whether tensor parallelism divides it.
     """
 
@@ -424,45 +414,42 @@ class Fusion:
 def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
     """Returns the kernels of compiled code: neighbouring operations are one, and only what others need is stored.
 
-    A kernel ends after a reduction, since what follows needs its result over all of a dim. A cast has no kernel of its
-    own: each kernel that reads its result reads its source.
+    A kernel ends after a reduction, since what follows needs its result over all of a dim.
 
     Args:
         operations: Operations in order.
         kept: Numbers of the storages that are outputs: they are always written.
     """
-    inlined, casts = _inline_casts(list(operations), kept)
-    group, maker, users = _groups(inlined)
-    seen = set[tuple[int, int]]()
+    operations = list(operations)
+    group, maker, users = _groups(operations)
+    seen: set[tuple[int, int]] = set()
     moved: dict[int, list[float]] = {}
-    internal: set[int] = set(casts)
+    internal: set[int] = set()
     reads: dict[int, dict[int, tuple[int, int, bool]]] = {}
-    inside = {number: op.is_inside for op in inlined for number in op.writes}
-    for index, op in enumerate(inlined):
+    inside = {number: op.is_inside for op in operations for number in op.writes}
+    for index, op in enumerate(operations):
         if op.product is not None:
             continue
         own = group[index]
         amounts = moved.setdefault(own, [0.0, 0.0])
         for number, size in op.reads.items():
             before = maker.get(number)
-            is_outer = before is None or group[before] != own
-            if is_outer and (own, number) not in seen:
+            if (before is None or group[before] != own) and (own, number) not in seen:
                 seen.add((own, number))
                 amounts[not op.is_inside] += size
                 reads.setdefault(own, {})[number] = (number, size, inside.get(number, False))
         for number, size in op.writes.items():
-            apart = any(group[user] != own for user in users.get(number, ()))
-            if not apart and number not in kept:
+            if number not in kept and all(group[user] == own for user in users.get(number, ())):
                 internal.add(number)
             elif (own, -number - 1) not in seen:
                 seen.add((own, -number - 1))
                 amounts[not op.is_inside] += size
-    kernel_of = {number: group[at] for number, at in maker.items() if number in internal and number not in casts}
-    sources = {kernel: tuple(found.values()) for kernel, found in reads.items()}
-    sources |= {len(inlined) + number: (source,) for number, source in casts.items()}
-    kernel_of |= {number: len(inlined) + number for number in casts}
-    kernels = Kernels(Amount(*(sum(amounts[at] for amounts in moved.values()) for at in (0, 1))), len(moved))
-    return Fusion(kernels, frozenset(internal), kernel_of, sources)
+    return Fusion(
+        Kernels(Amount(*(sum(amounts[at] for amounts in moved.values()) for at in (0, 1))), len(moved)),
+        frozenset(internal),
+        {number: group[at] for number, at in maker.items() if number in internal},
+        {kernel: tuple(found.values()) for kernel, found in reads.items()},
+    )
 
 
 def _groups(operations: list[Operation]) -> tuple[list[int], dict[int, int], dict[int, set[int]]]:
@@ -491,27 +478,6 @@ def _goes_on(operation: Operation, after: Operation) -> bool:
     if operation.product is not None:
         return False
     return operation.packet not in _REDUCTIONS or (operation.packet in _NORMS and after.packet is _aten._to_copy)
-
-
-def _inline_casts(
-    operations: list[Operation], kept: set[int]
-) -> tuple[list[Operation], dict[int, tuple[int, int, bool]]]:
-    """Returns the operations without casts that only kernels read, and the source of each cast's result."""
-    of_products = {number for op in operations if op.product is not None for number in op.reads}
-    casts: dict[int, tuple[int, int, bool]] = {}
-    found = []
-    for op in operations:
-        reads = {}
-        for number, size in op.reads.items():
-            source = casts.get(number)
-            reads[source[0] if source else number] = source[1] if source else size
-        written = next(iter(op.writes), -1)
-        if op.packet is _aten._to_copy and len(reads) == 1 and written not in of_products | kept:
-            number, size = next(iter(reads.items()))
-            casts[written] = (number, size, op.is_inside)
-        else:
-            found.append(replace(op, reads=reads))
-    return found, casts
 
 
 def summarise(operations: list[Operation], kept: set[int]) -> Work:
@@ -588,12 +554,8 @@ def running_modules(module: nn.Module, stack: list[nn.Module]) -> Iterator[None]
     def leave(*_: Any) -> None:
         stack.pop()
 
-    handles = []
-    for part in module.modules():
-        handles.append(part.register_forward_pre_hook(enter))
-        handles.append(part.register_forward_hook(leave, always_call=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part in module.modules():
+            hooks.enter_context(part.register_forward_pre_hook(enter))
+            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -160,12 +160,6 @@ _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 
 _GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
-#: Of the search for a stage split: most blocks that move, stages tried for each, and least share of a step that is won.
-_MOVES, _TARGETS, _LEAST_GAIN = 8, 4, 1e-3
-#: Share of a step that a search for a split is taken to win at most.
-_SPLIT_GAIN = 0.03
-
-
 #: Function that verifies a candidate, given the memory of each rank of its pipeline.
 Verify = Callable[[Candidate, list[RankMemory]], Candidate | Rejection]
 
@@ -264,11 +258,9 @@ class PlanSearch:
             if bound > limit:
                 rejections.append(Rejection(layout, "time", bound, limit))
                 continue
-            # Another split of its stages may make a pipeline faster.
-            most = limit * (1 + _SPLIT_GAIN) if layout.mesh.pp > 1 else limit
-            found = self._refusal(layout, refused) or self._cheapest(layout, most)
-            if isinstance(found, Candidate) and found.time.total <= most:
-                found = self._resplit(self._simulated(found))
+            found = self._refusal(layout, refused) or self._cheapest(layout, limit)
+            if isinstance(found, Candidate) and found.layout.mesh.pp > 1 and found.time.total <= limit:
+                found = self._candidate(found.layout, found.memory, exact=True)
             if isinstance(found, Rejection):
                 rejections.append(found)
             elif found.time.total > limit:
@@ -462,10 +454,11 @@ class PlanSearch:
                     slower.append(rotor)
                 else:
                     least.append((rotor.value, rotor.layout))
-        if found:
-            return min(found, key=lambda candidate: candidate.time.total)
-        if slower:
+        fastest = min(found, key=lambda candidate: candidate.time.total, default=None)
+        if slower and (fastest is None or fastest.time.total > limit):  # Rotor may be faster, and is too slow as well.
             return min(slower, key=lambda rejection: rejection.value)
+        if fastest is not None:
+            return fastest
         if not least:
             raise DloError(
                 f"--fix recompute must be none or rotor for {self.profile.model} and this strategy, got"
@@ -505,97 +498,51 @@ class PlanSearch:
             request.global_batch * (profile.length or 1), host_bytes=plan.host if plan else 0.0,
         )  # fmt: skip
 
-    def _simulated(self, candidate: Candidate) -> Candidate:
-        if candidate.layout.mesh.pp == 1:
-            return candidate
-        return self._candidate(candidate.layout, candidate.memory, exact=True)
-
-    def _resplit(self, candidate: Candidate) -> Candidate:
-        """Returns a plan whose stages suit what each recomputes: blocks leave the longest stage while that is faster.
-
-        The first stages keep the most micro-batches in flight, so that they recompute most. Of equal splits, the place
-        of the larger stages changes the bubble.
-        """
-        best = candidate
-        if candidate.layout.mesh.pp == 1:
-            return best
-        for _ in range(_MOVES):
-            split, before = best.split, best
-            plan = self.rotor.plan(best.layout) if best.layout.recompute == "rotor" else None
-            more = [sum(both) for both in zip(plan.repeated, plan.waits, strict=True)] if plan else [0.0] * len(split)
-            seconds = self.times.stage_seconds(best.layout, more)
-            longest = max(range(len(split)), key=lambda stage: seconds[stage])
-            for target in sorted(range(len(split)), key=lambda stage: seconds[stage])[:_TARGETS]:
-                moved = [n + (stage == target) - (stage == longest) for stage, n in enumerate(split)]
-                if target == longest or min(moved) < 1:
-                    continue
-                tried = self._with_split(best, tuple(moved))
-                if tried is not None and tried.time.total < best.time.total * (1 - _LEAST_GAIN):
-                    best = tried
-            if best is before:
-                break
-        return best
-
-    def _with_split(self, candidate: Candidate, split: tuple[int, ...]) -> Candidate | None:
-        """Returns a plan with another stage split; None if it does not fit in memory, or takes longer."""
-        layout = replace(candidate.layout, split=split, budget=0)
-        if layout.recompute == "rotor":
-            found = self._with_rotor(layout, candidate.time.total)
-            return self._simulated(found) if isinstance(found, Candidate) else None
-        needs = self.memory.largest(layout)
-        return self._candidate(layout, needs, exact=True) if needs.total <= self.request.memory else None
-
     # --- errors --------------------------------------------------------------------------------------------
 
     def _no_layout(self) -> DloError:
-        request = self.request
-        batches = [b for b in range(1, 4 * request.global_batch + 1) if b % request.gpus == 0][:2]
-        why = self.profile.why_not.get(f"tp={request.fix.get('tp')}") or self.profile.why_not.get("tp")
-        if why and "tp" in request.fix:
+        request, profile, fix = self.request, self.profile, self.request.fix
+        why = profile.why_not.get(f"tp={fix.get('tp')}") or profile.why_not.get("tp")
+        if why and "tp" in fix:
             return DloError(why)
-        if int(request.fix.get("ep", 1)) not in self.profile.ep:
-            return self._no_experts(int(request.fix["ep"]))
-        wanted = {axis: int(request.fix[axis]) for axis in ("tp", "pp", "cp") if axis in request.fix}
-        most = {"tp": max(self.profile.tp), "pp": self.profile.pp, "cp": request.gpus if self.profile.cp else 1}
-        for axis, size in wanted.items():
-            if size > most[axis]:
+        ep = int(fix.get("ep", 1))
+        if ep not in profile.ep:
+            nearest = min(profile.ep, key=lambda size: (abs(size - ep), size))
+            if "ep" in profile.why_not:
+                return DloError(f"--fix ep must be 1 for {profile.model}, got {ep}: {profile.why_not['ep']}")
+            if profile.ep == (1,):
                 return DloError(
-                    f"--fix {axis} must be at most {most[axis]} for {self.profile.model}, got {size}; leave it out, or"
+                    f"--fix ep must come with a mixture of experts, got {ep} for {profile.model}, which has none; leave"
+                    " it out"
+                )
+            return DloError(
+                f"--fix ep must divide the {max(profile.ep)} experts of {profile.model}, got {ep}; use --fix"
+                f" ep={nearest}"
+            )
+        for axis, most in {"tp": max(profile.tp), "pp": profile.pp, "cp": request.gpus if profile.cp else 1}.items():
+            if int(fix.get(axis, 1)) > most:
+                return DloError(
+                    f"--fix {axis} must be at most {most} for {profile.model}, got {fix[axis]}; leave it out, or"
                     " describe in Task.parallel_plan how the model may be cut"
                 )
-        rows = int(request.fix.get("micro_batch", 1))
+        rows = int(fix.get("micro_batch", 1))
         if request.global_batch % rows:
             nearest = max(n for n in range(1, rows + 1) if request.global_batch % n == 0)
             return DloError(
                 f"--fix micro_batch must divide the batch of {request.global_batch}, got {rows}; use --fix"
                 f" micro_batch={nearest}, or --batch {request.global_batch // rows * rows or rows}"
             )
-        fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
+        fixed = ", ".join(f"{key}={value}" for key, value in fix.items()) or "nothing"
         if self.times.state.steps_in_backward:
             return DloError(
                 "callbacks must be without OptimizerInBackward unless dp_shard, cp or tp is at least 2, pp is 1, and"
                 f" a step has one micro-batch, got {request.gpus} ranks, a batch of {request.global_batch} and {fixed}"
                 " fixed; leave it out, or set --gpus and --batch to larger numbers"
             )
-        fix = f"set --batch {' or '.join(map(str, batches))}" if batches else f"set --gpus {request.global_batch}"
         return DloError(
             f"axes must divide {request.gpus} ranks, a batch of {request.global_batch} and the model (tp in"
-            f" {', '.join(map(str, self.profile.tp))}, pp up to {self.profile.pp}), got no such axes with {fixed}"
-            f" fixed; {fix}, or fix less"
-        )
-
-    def _no_experts(self, ep: int) -> DloError:
-        profile = self.profile
-        if "ep" in profile.why_not:
-            return DloError(f"--fix ep must be 1 for {profile.model}, got {ep}: {profile.why_not['ep']}")
-        if profile.ep == (1,):
-            return DloError(
-                f"--fix ep must come with a mixture of experts, got {ep} for {profile.model}, which has none; leave it"
-                " out"
-            )
-        nearest = min(profile.ep, key=lambda size: (abs(size - ep), size))
-        return DloError(
-            f"--fix ep must divide the {max(profile.ep)} experts of {profile.model}, got {ep}; use --fix ep={nearest}"
+            f" {', '.join(map(str, profile.tp))}, pp up to {profile.pp}), got no such axes with {fixed} fixed; set"
+            f" --batch {request.gpus}, or fix less"
         )
 
     def _nothing_fits(self, rejections: list[Rejection]) -> DloError:

@@ -1,85 +1,27 @@
-"""Predicts the memory of a rank by part: state, gathered units, activations in flight, the loss, and buffers."""
+"""Predicts the memory of a rank by part: state, gathered units, activations in flight, the loss, and buffers.
+
+Parts of one moment are added. A step of one micro-batch has two: the end of forward, with the gradients of the step
+before, which are freed then; and a backward, which has the gradients of a block's work, and new ones as it frees
+activations. Gradients of several micro-batches are there all the time.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.memory_walk import MemoryWalk
 from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.planner.work import Part, Share, Stage, local_bytes, local_count
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """Micro-batches that a rank keeps for backward.
-
-    Attributes:
-        stages: Stages of the rank.
-        together: Micro-batches of each stage when the rank has most of them.
-        most: Largest number of each stage, at whatever time.
-        inputs: Micro-batches of each stage of which it has only the input then, because it recomputes the others.
-    """
-
-    stages: tuple[int, ...]
-    together: tuple[int, ...]
-    most: tuple[int, ...]
-    inputs: tuple[int, ...] = (0,)
-
-
-def count_in_flight(layout: Layout) -> tuple[InFlight, ...]:
-    """Returns the micro-batches in flight on each rank of a layout's pipeline.
-
-    A stage keeps a micro-batch's activations from its forward, or its recomputation, until its backward, or until its
-    weight gradient.
-    """
-    if layout.mesh.pp == 1:
-        return (InFlight((0,), (1,), (1,)),)
-    return _replay(*replay_key(layout))
-
-
-def replay_key(layout: Layout) -> tuple[str, int, int, int | None]:
-    """Returns what decides the micro-batches in flight: the schedule, ranks, micro-batches and stages of a rank.
-
-    A schedule's steady state repeats, so that more micro-batches keep no more in flight.
-    """
-    count = min(layout.micro_batches, 4 * layout.stages)
-    return layout.schedule, layout.mesh.pp, count, layout.stages_option
+from dlo_plugins.planner.work import Stage, local_bytes, local_count
+from dlo_plugins.remat.planning import InFlight, replay_in_flight
 
 
 @functools.lru_cache(maxsize=4096)
-def _replay(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None) -> tuple[InFlight, ...]:
-    schedule = make_schedule(name, ranks, micro_batches, stages_per_rank)
-    if not schedule.flushes:
-        schedule = schedule.unroll(2)
-    ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
-    recomputed, found = schedule.recomputed_stages, []
-    for rank, order in enumerate(schedule.orders):
-        own = tuple(schedule.placement.stages_of(rank))
-        live, most = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
-        inputs = dict.fromkeys(own, 0)
-        together, with_inputs = live, inputs
-        largest = (0, 0)
-        for action in order:
-            stage, kind = action.stage, action.kind
-            if kind in (ends, ActionKind.BACKWARD):
-                live[stage] -= 1
-            elif kind is ActionKind.RECOMPUTE or (kind is ActionKind.FORWARD and stage not in recomputed):
-                live[stage] += 1
-                most[stage] = max(most[stage], live[stage])
-                inputs[stage] -= kind is ActionKind.RECOMPUTE
-            elif kind is ActionKind.FORWARD:
-                inputs[stage] += 1
-            size = sum(live.values()), sum(inputs.values())
-            if size > largest:
-                together, with_inputs, largest = dict(live), dict(inputs), size
-        counts = (tuple(of[stage] for stage in own) for of in (together, most, with_inputs))
-        found.append(InFlight(own, *counts))
-    return tuple(found)
+def _replay(*key: Any) -> tuple[InFlight, ...]:
+    return tuple(replay_in_flight(make_schedule(*key)))
 
 
 @dataclass(frozen=True)
@@ -118,36 +60,16 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """Activations of a stage.
-
-    Attributes:
-        kept: Bytes that a micro-batch in flight keeps.
-        working: Bytes of the block that runs, beyond those.
-        loss: Bytes of logits and of the loss's gradients; 0 without the head.
-    """
-
-    kept: float
-    working: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """Ranks of a pipeline with equal stages and as many micro-batches in flight.
 
     Attributes:
         ranks: Stages of each rank.
-        together: Micro-batches of each stage when a rank has most of them.
-        most: Largest number of micro-batches of each stage.
-        inputs: Micro-batches of each stage of which a rank has only the input then.
+        flying: Micro-batches in flight on the first of them.
     """
 
-    ranks: tuple[tuple[int, ...], ...]
-    together: tuple[int, ...]
-    most: tuple[int, ...]
-    inputs: tuple[int, ...]
+    ranks: list[tuple[int, ...]]
+    flying: InFlight
 
 
 @dataclass(frozen=True)
@@ -163,8 +85,25 @@ class RankActivations:
     region: int
 
 
-@dataclass(frozen=True)
-class _RankParameters:
+class _State(NamedTuple):
+    """Bytes of a rank's state.
+
+    Attributes:
+        parameters: Stored parameters.
+        gradients: Gradients that stay from one micro-batch, or one step, to the next.
+        optimizer: State of the optimizer.
+        gathered: Gathered parameters and casts.
+        unit: Gradients of the units whose backward runs, before they are reduced.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    unit: float
+
+
+class _Counts(NamedTuple):
     """Parameters of a rank.
 
     Attributes:
@@ -193,11 +132,9 @@ class MemoryModel:
 
     def __init__(self, times: TimeModel) -> None:
         self._times, self.state = times, times.state
-        self._counts: dict[tuple[object, ...], _RankParameters] = {}
-        self._known: dict[tuple[object, ...], StageBytes] = {}
-        self._groups: dict[tuple[object, ...], tuple[RankGroup, ...]] = {}
-        self._even: dict[tuple[int, int], tuple[float, float, float, float]] = {}
-        self._walk = MemoryWalk(times)
+        self._counts: dict[tuple[object, ...], _Counts] = {}
+        self._known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._groups: dict[tuple[object, ...], list[RankGroup]] = {}
 
     def largest(self, layout: Layout, rotor: RankActivations | None = None) -> RankMemory:
         """Returns the memory of the rank of the pipeline that needs most.
@@ -206,84 +143,65 @@ class MemoryModel:
             layout: Layout.
             rotor: Activations under Rotor; None for the layout's own recomputation.
         """
-        walks = rotor is None and self._walks
-        found = self._walked(layout) if walks else self._of_groups(layout, rotor)
-        return max(found, key=lambda memory: memory.total)
+        return max(self._of_groups(layout, rotor), key=lambda memory: memory.total)
 
-    @property
-    def _walks(self) -> bool:
-        """Whether the largest moment of a step counts: an accelerator's allocator keeps blocks of other moments."""
-        return self._times.machine.device == "cpu"
-
-    def _walked(self, layout: Layout) -> list[RankMemory]:
-        """Returns the memory of each rank without Rotor, at the moment of a step when it is largest."""
-        machine = self._times.machine
-        return [
-            RankMemory(*moment, machine.reserved + machine.fragmentation * sum(moment))
-            for moment in self._walk.ranks(layout)
-        ]
+    def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
+        """Returns the memory of each rank of the pipeline."""
+        of_groups = zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)
+        by_stages = {stages: memory for group, memory in of_groups for stages in group.ranks}
+        return [by_stages[flying.stages] for flying in in_flight(layout)]
 
     def least_state(self, layout: Layout) -> float:
         """Returns a lower bound of the largest rank's memory: an even share of the state, and what is reserved.
 
         Gradients that accumulate in full count in place of their shards.
         """
-        mesh, state = layout.mesh, self.state
-        key = (mesh.tp, mesh.ep)
-        if key not in self._even:
-            everything = tuple((part, "", 1) for part in self._times.profile.parts)
-            self._even[key] = (
-                local_bytes(everything, mesh.tp, state.parameter),
-                local_bytes(everything, mesh.tp, state.gathered, mesh.ep),
-                local_count(everything, mesh.tp, trained=True),
-                local_count(everything, mesh.tp, trained=True, ep=mesh.ep),
-            )
-        local, gathered, trained, full_trained = (count / mesh.pp for count in self._even[key])
+        mesh, state, machine = layout.mesh, self.state, self._times.machine
+        everything = tuple((part, "", 1) for part in self._times.profile.parts)
+        counts = self._count(layout, [everything], [0])
         stored, sharers = layout.stored_sharers(state), layout.state_sharers
-        gradients = 0.0 if state.steps_in_backward else trained * state.gradient / stored
+        gradients = 0.0 if state.steps_in_backward else counts.trained * state.gradient / stored
         if stored > 1 and layout.micro_batches > 1 and not layout.reduce_each:
-            gradients = max(gradients, full_trained * state.reduced)
-        kept = local / stored + gradients + trained * state.state / sharers
+            gradients = max(gradients, counts.full_trained * state.reduced)
+        kept = counts.stored / stored + gradients + counts.trained * state.state / sharers
         if stored > 1 and layout.zero < 3:
-            kept += gathered
-        machine = self._times.machine
-        return kept * (1 + machine.fragmentation) + machine.reserved
+            kept += counts.full
+        return kept / mesh.pp * (1 + machine.fragmentation) + machine.reserved
 
-    def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
-        """Returns the memory of each rank of the pipeline."""
-        if rotor is None and self._walks:
-            return self._walked(layout)
-        by_stage = {
-            stages: memory
-            for group, memory in zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)
-            for stages in group.ranks
-        }
-        return [by_stage[flying.stages] for flying in count_in_flight(layout)]
-
-    def groups(self, layout: Layout) -> tuple[RankGroup, ...]:
+    def groups(self, layout: Layout) -> list[RankGroup]:
         """Returns the ranks of the pipeline, of which those of one group have equal stages."""
         stages = self._times.stages(layout)
-        key = (id(stages), *replay_key(layout))
+        key = (id(stages), *_replay_key(layout))
         if key not in self._groups:
-            flying = count_in_flight(layout)
-            found: dict[object, list[InFlight]] = {}
-            for rank in flying:
+            found: dict[object, RankGroup] = {}
+            for rank in in_flight(layout):
                 ends = (0 in rank.stages, layout.stages - 1 in rank.stages)
                 kinds = tuple(id(stages[stage]) for stage in rank.stages)
-                found.setdefault((ends, kinds, rank.together, rank.most, rank.inputs), []).append(rank)
-            self._groups[key] = tuple(
-                RankGroup(tuple(rank.stages for rank in ranks), ranks[0].together, ranks[0].most, ranks[0].inputs)
-                for ranks in found.values()
-            )
+                found.setdefault((ends, kinds, *rank[1:]), RankGroup([], rank)).ranks.append(rank.stages)
+            self._groups[key] = list(found.values())
         return self._groups[key]
 
     def _of_groups(self, layout: Layout, rotor: RankActivations | None) -> list[RankMemory]:
-        stages = self._times.stages(layout)
+        stages, machine = self._times.stages(layout), self._times.machine
         found = []
         for number, group in enumerate(self.groups(layout)):
-            own = group.ranks[0]
-            kept = self._activations(layout, stages, group) if rotor is None else (rotor.bytes[number], 0.0, 0.0)
-            found.append(self._sum(self._state(layout, stages, own, rotor.region if rotor else 1), kept))
+            parameters, gradients, optimizer, gathered, unit = self._state(
+                layout, stages, group.flying.stages, rotor.region if rotor else 1
+            )
+            if rotor is not None:
+                kept, working, loss = rotor.bytes[number], 0.0, 0.0
+            else:
+                kept, working, loss = self._activations(layout, stages, group.flying)
+            if rotor is not None or layout.micro_batches > 1:
+                gradients, loss = gradients + unit, max(0.0, loss - working)
+            # A forward has the gradients of the step before, a backward new ones in place of its activations.
+            elif gradients + kept + loss >= unit + working + max(gradients, kept):
+                working = 0.0
+            else:
+                gradients, kept = (unit, kept) if kept >= gradients else (unit + gradients, 0.0)
+                loss = 0.0
+            parts = (parameters, gradients, optimizer, gathered, kept, working, loss)
+            found.append(RankMemory(*parts, machine.reserved + machine.fragmentation * sum(parts)))
         return found
 
     def available(self, layout: Layout, memory: float, region: int = 1) -> float:
@@ -296,72 +214,60 @@ class MemoryModel:
         """
         stages, machine = self._times.stages(layout), self._times.machine
         tensors = (memory - machine.reserved) / (1 + machine.fragmentation)
-        groups = self.groups(layout)
-        return tensors - max(sum(self._state(layout, stages, group.ranks[0], region)) for group in groups)
+        own = (group.flying.stages for group in self.groups(layout))
+        return tensors - max(sum(self._state(layout, stages, each, region)) for each in own)
 
-    def _sum(self, state: tuple[float, float, float, float], activations: tuple[float, float, float]) -> RankMemory:
-        machine = self._times.machine
-        excess = machine.fragmentation * (sum(state) + sum(activations))
-        return RankMemory(*state, *activations, machine.reserved + excess)
-
-    def _count(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> _RankParameters:
+    def _count(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> _Counts:
         """Returns a rank's parameters."""
         mesh, state = layout.mesh, self.state
-        key = (mesh.tp, mesh.ep, mesh.pp, *(id(stages[stage]) for stage in own))
+        parts = tuple(item for stage in own for item in stages[stage])
+        ties = mesh.pp > 1 and len(stages) > 1 and layout.stages - 1 in own
+        key = (mesh.tp, mesh.ep, ties, *(id(part) for part, *_ in parts), *(times for *_, times in parts))
         if key not in self._counts:
-            parts = tuple(item for stage in own for item in stages[stage])
-            stored = local_bytes(parts, mesh.tp, state.parameter)
-            full = local_bytes(parts, mesh.tp, state.gathered, mesh.ep)
-            trained = local_count(parts, mesh.tp, trained=True)
-            full_trained = local_count(parts, mesh.tp, trained=True, ep=mesh.ep)
-            tied = self._times.profile.tied
-            if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
-                copy = tied.local(mesh.tp)
-                stored, full = stored + copy * state.parameter, full + copy * state.gathered
-                trained, full_trained = trained + copy, full_trained + copy
-            units, unit_trained = full, full_trained
-            if sum(times for *_, times in parts) != 1:
-                each = [((*item[:2], 1),) for item in parts]
-                units = sum(sorted(local_bytes(one, mesh.tp, state.gathered, mesh.ep) for one in each)[-2:])
-                trained_each = (local_count(one, mesh.tp, trained=True, ep=mesh.ep) for one in each)
-                unit_trained = sum(sorted(trained_each)[-2:])
-            self._counts[key] = _RankParameters(stored, full, trained, full_trained, units, unit_trained)
+            each = [((*item[:2], 1),) for item in parts]
+            units = sorted(local_bytes(one, mesh.tp, state.gathered, mesh.ep) for one in each)
+            trained = sorted(local_count(one, mesh.tp, trained=True, ep=mesh.ep) for one in each)
+            tied = self._times.profile.tied.local(mesh.tp) if ties else 0.0
+            self._counts[key] = _Counts(
+                local_bytes(parts, mesh.tp, state.parameter) + tied * state.parameter,
+                local_bytes(parts, mesh.tp, state.gathered, mesh.ep) + tied * state.gathered,
+                local_count(parts, mesh.tp, trained=True) + tied,
+                local_count(parts, mesh.tp, trained=True, ep=mesh.ep) + tied,
+                sum(units[-2:]),
+                sum(trained[-2:]),
+            )
         return self._counts[key]
 
-    def _state(
-        self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], region: int
-    ) -> tuple[float, float, float, float]:
-        """Returns the bytes of parameters, gradients, optimizer and gathered units of a rank."""
-        state = self.state
-        own_parameters = self._count(layout, stages, own)
-        trained, units = own_parameters.trained, own_parameters.units
-        stored = layout.stored_sharers(state)
-        gathered = gradients = 0.0
+    def _state(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], region: int) -> _State:
+        """Returns the bytes of the state of a rank with some stages."""
+        state, counts, stored = self.state, self._count(layout, stages, own), layout.stored_sharers(self.state)
+        trained = counts.trained
+        gathered = unit = 0.0
+        gradients = 0.0 if state.steps_in_backward else trained * state.gradient / stored
         if stored > 1:
+            units = counts.units
             if region > 1:
-                units += (region - 1) * max(
-                    local_bytes(((b, "", 1),), layout.mesh.tp, state.gathered, layout.mesh.ep)
-                    for b in self._blocks(layout, stages, own)
-                )
-            gathered = own_parameters.full if layout.zero < 3 else min(units, own_parameters.full)
+                blocks = [((part, "", 1),) for stage in own for part, _, _ in stages[stage] if part.modes.get("full")]
+                sizes = (local_bytes(one, layout.mesh.tp, state.gathered, layout.mesh.ep) for one in blocks)
+                units += (region - 1) * max(sizes)
+            gathered = counts.full if layout.zero < 3 else min(units, counts.full)
             # Gradients of a step's micro-batches accumulate before they are reduced; a single one's by unit.
-            accumulates = layout.micro_batches > 1 and not layout.reduce_each
-            full_trained = own_parameters.full_trained
-            gradients = state.reduced * full_trained if accumulates else state.gathered * own_parameters.unit_trained
-        gathered += self._casts(layout, stages, own)
-        parameters = own_parameters.stored / stored
+            if layout.micro_batches > 1 and not layout.reduce_each:
+                gradients = state.reduced * counts.full_trained
+            else:
+                unit = state.gathered * counts.unit_trained
+        parameters = counts.stored / stored
         if layout.delays:  # Gradients of the step before, and the weights of the micro-batches in flight.
             gradients += trained * state.gradient
             one, other = state.version_sizes(layout)
             parameters *= one / state.parameter
             parameters += trained * other * (layout.stages - 1 not in own)
-        if not state.steps_in_backward:
-            gradients += trained * state.gradient / stored
-        return (
+        return _State(
             parameters,
             gradients,
             state.state * trained / layout.state_sharers,
-            gathered,
+            gathered + self._casts(layout, stages, own),
+            unit,
         )
 
     def _casts(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> float:
@@ -378,53 +284,58 @@ class MemoryModel:
                 again = max(again, size)
         return kept + again
 
-    def _blocks(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> Sequence[Part]:
-        profile = self._times.profile_of(layout)
-        return [p for stage in own for p, _, _ in stages[stage] if p is not profile.stem and p is not profile.head]
+    def stage_bytes(self, layout: Layout, stage: Stage) -> tuple[float, float, float]:
+        """Returns the bytes of a stage that a micro-batch keeps, of the block that runs beyond those, and of the loss.
 
-    def stage_bytes(self, layout: Layout, stage: Stage) -> StageBytes:
-        """Returns the activations of a stage, without its input."""
+        Its input is not among them.
+        """
         share = self._times.share(layout)
         key = (id(stage), share)
         if key not in self._known:
             kept = working = loss = 0.0
             for part, name, times in stage:
-                way = part.modes.get(name, part.modes["none"])
-                everything, saved = (mode.kept(self.state.compiled).on(share) for mode in (part.modes["none"], way))
                 if part is self._times.profile_of(layout).head:
                     loss = self.loss_bytes(layout)
                     continue
+                way, compiled = part.modes.get(name, part.modes["none"]), self.state.compiled
+                everything, saved = (mode.kept(compiled).on(share) for mode in (part.modes["none"], way))
                 kept += times * (saved + part.output.on(share))
                 buffers = layout.exchanged_bytes(part)
                 working = max(working, everything - saved + part.transient.on(share) + buffers)
-            self._known[key] = StageBytes(kept, working, loss)
+            self._known[key] = (kept, working, loss)
         return self._known[key]
 
-    def _activations(self, layout: Layout, stages: Sequence[Stage], group: RankGroup) -> tuple[float, float, float]:
-        """Returns the bytes that are kept, those of the block that runs, and those of the loss beyond that."""
-        own, hidden = group.ranks[0], self._times.hidden(layout)
-        found = [self.stage_bytes(layout, stages[stage]) for stage in own]
+    def _activations(self, layout: Layout, stages: Sequence[Stage], flying: InFlight) -> tuple[float, float, float]:
+        """Returns the bytes that are kept, those of the block that runs, and those of the loss."""
+        hidden = self._times.hidden(layout)
+        found = [self.stage_bytes(layout, stages[stage]) for stage in flying.stages]
         kept = 0.0
-        for stage, count, inputs, one in zip(own, group.together, group.inputs, found, strict=True):
+        for stage, count, inputs, one in zip(flying.stages, flying.together, flying.inputs, found, strict=True):
             kept += inputs * hidden * (stage > 0)
             # Each stage keeps its first block's input, and may free its output where it has been sent.
             frees = self.state.frees_sent and stage < layout.stages - 1
-            kept += count * (one.kept + hidden * (not frees))
-        working = max(one.working for one in found)
-        return kept, working, max(0.0, max(one.loss for one in found) - working)
+            kept += count * (one[0] + hidden * (not frees))
+        return kept, max(one[1] for one in found), max(one[2] for one in found)
 
     def loss_bytes(self, layout: Layout) -> float:
-        """Returns the bytes of a micro-batch's logits and of the loss's gradients."""
-        head, share = self._times.profile_of(layout).head, self._times.share(layout)
-        everything = head.modes["none"].kept(self.state.compiled).on(share)
-        return self._logits_fraction(layout) * (everything + head.transient.on(share))
+        """Returns the bytes of a micro-batch's logits and of the loss's gradients; fewer if the loss takes chunks."""
+        profile, share = self._times.profile_of(layout), self._times.share(layout)
+        head, limit = profile.head, profile.max_logits
+        everything = head.modes["none"].kept(self.state.compiled).on(share) + head.transient.on(share)
+        products = (product.on(share._replace(sequence_parallel=False)) for product, _ in head.forward.products)
+        logits = max((product.m * product.n for product in products), default=0.0)
+        return everything if limit is None or not logits else everything * min(1.0, limit / logits)
 
-    def _logits_fraction(self, layout: Layout) -> float:
-        """Returns the fraction of a micro-batch's logits that are in memory at once."""
-        profile = self._times.profile_of(layout)
-        if profile.max_logits is None:
-            return 1.0
-        mesh = layout.mesh
-        share = Share(layout.micro_batch / mesh.cp, mesh.tp)
-        logits = max((p.on(share).m * p.on(share).n for p, _ in profile.head.forward.products), default=0.0)
-        return min(1.0, profile.max_logits / logits) if logits else 1.0
+
+def _replay_key(layout: Layout) -> tuple[str, int, int, int | None]:
+    """Returns what decides the micro-batches in flight: the schedule, ranks, micro-batches and stages of a rank.
+
+    A schedule's steady state repeats, so that more micro-batches keep no more in flight.
+    """
+    count = min(layout.micro_batches, 4 * layout.stages)
+    return layout.schedule, layout.mesh.pp, count, layout.stages_option
+
+
+def in_flight(layout: Layout) -> tuple[InFlight, ...]:
+    """Returns the micro-batches in flight on each rank of a layout's pipeline."""
+    return (InFlight(),) if layout.mesh.pp == 1 else _replay(*_replay_key(layout))

@@ -30,7 +30,6 @@ class PartParameters(NamedTuple):
         fixed: Bytes of frozen ones with a dtype of their own.
         experts: Number of those in `every` that `ep` divides.
         trained_experts: Number of trained ones.
-        cast: Number of those that autocast casts.
     """
 
     every: Amount
@@ -38,7 +37,6 @@ class PartParameters(NamedTuple):
     fixed: Amount
     experts: Amount
     trained_experts: Amount
-    cast: Amount
 
 
 class PassedBytes(NamedTuple):
@@ -63,6 +61,7 @@ class TensorRegions:
     Attributes:
         sizes: Sizes of the axis `tp` that divide the model.
         why_not: Reason why it cannot be divided, under the key `tp`.
+        divided: Names of the parameters that are divided.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan | None) -> None:
@@ -78,10 +77,12 @@ class TensorRegions:
                 self.why_not["tp"] = str(error)
         self._names = {id(module): name for name, module in model.named_modules()}
         found = self._found or TPPlan()
+        self._regions = found.regions
         self._columns = {name for region in found.regions.values() for name in region.columns}
         self._rows = {name for region in found.regions.values() for name in region.rows}
         self._vocabulary = set(found.vocabulary)
         self._experts = set(found.experts)
+        self.divided = set(found.divisions)
         self._state: dict[str, str] = {}
         self._passed: dict[str, PassedBytes] = {}
 
@@ -96,7 +97,7 @@ class TensorRegions:
 
     def regions_in(self, name: str) -> list[str]:
         """Returns the names of the regions inside a module, and of divided experts."""
-        regions = (*(self._found or TPPlan()).regions, *self._experts)
+        regions = (*self._regions, *self._experts)
         return [key for key in regions if key == name or key.startswith(f"{name}.") or not name]
 
     def passed_in(self, name: str, default: float) -> PassedBytes:
@@ -116,22 +117,13 @@ class TensorRegions:
 
         Autocast makes them differ: what enters has the dtype of the layer before, what leaves that of products.
         """
-        handles: list[Any] = []
-        for name, region in (self._found or TPPlan()).regions.items():
-            if not region.columns or not region.rows:
-                continue
-            first, last = (self._model.get_submodule(end) for end in (region.columns[0], region.rows[-1]))
-            handles.append(first.register_forward_hook(functools.partial(self._enter, name), with_kwargs=True))
-            handles.append(last.register_forward_hook(functools.partial(self._leave, name)))
-        for name in self._experts:
-            experts = self._model.get_submodule(name)
-            handles.append(experts.register_forward_hook(functools.partial(self._enter, name), with_kwargs=True))
-            handles.append(experts.register_forward_hook(functools.partial(self._leave, name)))
-        try:
+        with contextlib.ExitStack() as hooks:
+            found = {name: (r.columns[0], r.rows[-1]) for name, r in self._regions.items() if r.columns and r.rows}
+            for name, (first, last) in {**found, **{name: (name, name) for name in self._experts}}.items():
+                enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+                hooks.enter_context(self._model.get_submodule(first).register_forward_hook(enter, with_kwargs=True))
+                hooks.enter_context(self._model.get_submodule(last).register_forward_hook(leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, made = _first((args, kwargs)), _first(output)
@@ -182,7 +174,7 @@ class TensorRegions:
         self._state.clear()
 
     def count_parameters(
-        self, model: nn.Module, blocks: list[str], experts: Collection[str] = (), cast: Collection[str] = ()
+        self, model: nn.Module, blocks: list[str], experts: Collection[str] = ()
     ) -> tuple[dict[str, PartParameters], Amount]:
         """Returns the parameters of each block, of `stem` and of `head`, and the number of tied ones.
 
@@ -190,24 +182,20 @@ class TensorRegions:
             model: Model with the dtypes that its parameters have before the run's precision changes them.
             blocks: Names of the blocks.
             experts: Names of the parameters that `ep` divides.
-            cast: Names of the parameters that autocast casts.
         """
-        divisions = self._found.divisions if self._found is not None else {}
         found = {name: [[0.0, 0.0] for _ in PartParameters._fields] for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
         known = set(blocks)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             part = self._part_of(name, known)
-            at = 0 if name in divisions else 1
-            if name in cast:
-                found[part][-1][at] += parameter.numel()
+            at = 0 if name in self.divided else 1
             if id(parameter) in owners:
                 if owners[id(parameter)] != part:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained, fixed, divided, trained_divided, _ = found[part]
+            every, trained, fixed, divided, trained_divided = found[part]
             if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
                 fixed[at] += parameter.nbytes
                 continue
@@ -276,17 +264,12 @@ class ExpertProfile:
         def count(mixture: Mixture, module: nn.Module, args: Any, kwargs: Any) -> None:
             self._exchanged[mixture.experts] = _exchanged(mixture, module, [*args, *kwargs.values()])
 
-        handles = [
-            self._model.get_submodule(mixture.experts).register_forward_pre_hook(
-                lambda module, args, kwargs, mixture=mixture: count(mixture, module, args, kwargs), with_kwargs=True
-            )
-            for mixture in self._mixtures
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for mixture in self._mixtures:
+                experts = self._model.get_submodule(mixture.experts)
+                own = functools.partial(count, mixture)
+                hooks.enter_context(experts.register_forward_pre_hook(own, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _exchanged(mixture: Mixture, module: nn.Module, given: list[Any]) -> float:

@@ -14,12 +14,10 @@ from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.rank_memory import MemoryModel, RankActivations, RankGroup
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Part
-from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.planning import MeasuredChain
 from dlo_plugins.remat.rotor import LeastMemory, solve
-from dlo_plugins.remat.schedule import Node, Recompute, Schedule
-from dlo_plugins.remat.transfer_plan import offloaded_bytes
+from dlo_plugins.remat.schedule import Chain, Link, Mode, Node, Recompute, Schedule, Stage, offloaded_bytes
 
 #: Modes of a block, as the callback measures them.
 _MODES = ("none", "selective")
@@ -112,7 +110,7 @@ class RotorModel:
         for group in self._memory.groups(layout):
             total = copied = 0
             for place, share in enumerate(self._shares(layout, chains, group)):
-                chain = chains[group.ranks[0][place]]
+                chain = chains[group.flying.stages[place]]
                 schedule = self._solve(chain, share, layout.offload)
                 if schedule is None:
                     return None
@@ -120,8 +118,8 @@ class RotorModel:
                     again = schedule.time - schedule.waited - chain.measured.chain.kept_time
                     repeated[stages[place]] = max(0.0, again)
                     waits[stages[place]] = schedule.waited
-                total += group.most[place] * (chain.measured.stem + schedule.peak)
-                copied += group.most[place] * offloaded_bytes(chain.measured.chain, schedule)
+                total += group.flying.most[place] * (chain.measured.stem + schedule.peak)
+                copied += group.flying.most[place] * offloaded_bytes(chain.measured.chain, schedule)
                 region = max(region, longest_region(schedule.nodes))
             totals.append(float(total))
             host = max(host, copied)
@@ -154,8 +152,8 @@ class RotorModel:
         """Returns the memory of the rank that needs most, with the least budget in which each stage has a schedule."""
         chains, totals = self.chains(layout), []
         for group in self._memory.groups(layout):
-            own = [chains[stage] for stage in group.ranks[0]]
-            peaks = sum(count * chain.peak for count, chain in zip(group.most, own, strict=True))
+            own = [chains[stage] for stage in group.flying.stages]
+            peaks = sum(count * chain.peak for count, chain in zip(group.flying.most, own, strict=True))
             needs = [self._least_budget(chain) + chain.measured.stem for chain in own]
             totals.append(max(need * peaks / chain.peak for need, chain in zip(needs, own, strict=True)))
         return self._memory.largest(layout, RankActivations(tuple(totals), region)).total
@@ -171,7 +169,7 @@ class RotorModel:
         for group in self._memory.groups(layout):
             for place, share in enumerate(self._shares(layout, chains, group)):
                 rate = self._link.to_host if layout.offload and self._link else None
-                least = chains[group.ranks[0][place]].least_seconds(share, rate)
+                least = chains[group.flying.stages[place]].least_seconds(share, rate)
                 for stages in group.ranks:
                     found[stages[place]] = least
         return found
@@ -180,14 +178,14 @@ class RotorModel:
         """Returns a lower bound of the memory of the rank that needs most, under any budget."""
         chains, totals = self.chains(layout), []
         for group in self._memory.groups(layout):
-            own = zip(group.most, group.ranks[0], strict=True)
+            own = zip(group.flying.most, group.flying.stages, strict=True)
             totals.append(float(sum(count * chains[stage].least for count, stage in own)))
         return self._memory.largest(layout, RankActivations(tuple(totals), 1)).total
 
     def _shares(self, layout: Layout, chains: Sequence[_StageChain], group: RankGroup) -> list[int]:
         """Returns the bytes of a micro-batch in each stage of a rank, in proportion to what it takes in full."""
-        peaks = [chains[stage].peak for stage in group.ranks[0]]
-        total = sum(count * peak for count, peak in zip(group.most, peaks, strict=True))
+        peaks = [chains[stage].peak for stage in group.flying.stages]
+        total = sum(count * peak for count, peak in zip(group.flying.most, peaks, strict=True))
         return [int(layout.budget * (peak / total)) if total else layout.budget for peak in peaks]
 
     def _solve(self, chain: _StageChain, budget: int, offload: bool) -> Schedule | None:

@@ -1,8 +1,9 @@
-"""Layout and predicted memory of a run, from its config: the opposite of :mod:`~dlo_plugins.planner.plan_config`."""
+"""Layout, memory and blocks of a run, from its config: the opposite of :mod:`~dlo_plugins.planner.plan_config`."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from dlo_framework.task import Task
 from dlo_plugins.pipeline.pipeline_schedules import make_placement
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options
+from dlo_plugins.planner.plan_config import find_part, read_batch, read_device, strategy_options
 from dlo_plugins.planner.plan_report import profile_run, run_state
-from dlo_plugins.planner.rank_memory import MemoryModel
+from dlo_plugins.planner.rank_memory import MemoryModel, in_flight
+from dlo_plugins.planner.rotor_model import RotorModel
 from dlo_plugins.planner.step_time import TimeModel
+from dlo_plugins.remat.planning import MeasuredRank
 
 #: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
 _STAGES = {
@@ -105,6 +108,21 @@ def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: i
     return replace(found, zero=int(spec.dp_shard * spec.cp > 1)) if found.delays else found
 
 
+def layout_or_one_rank(config: dict[str, Any], ranks: int | None) -> Layout:
+    """Returns the layout of a run, or that of one rank with all of the model where it is not predicted.
+
+    Args:
+        config: Merged config of the run.
+        ranks: Number of ranks; None if it is not known.
+    """
+    try:
+        if ranks is not None:
+            return read_layout(config, ranks)
+    except DloError:  # Another strategy.
+        pass
+    return Layout(MeshSpec(dp_shard=1), max(1, (read_batch(config) or 8) // (ranks or 1)), zero=0)
+
+
 def _recomputes(config: dict[str, Any]) -> bool:
     model = config.get("model")
     return isinstance(model, dict) and bool((model.get("init_args") or {}).get("recompute"))
@@ -134,3 +152,48 @@ def predict_rank_memory(
     profile = profile_run(model, datamodule, state, machine.device)
     found = MemoryModel(TimeModel(profile, machine, state)).largest(layout)
     return {name: size for name, size in vars(found).items() if size > 0}
+
+
+def predict_chains(
+    config: dict[str, Any], model: Any, datamodule: Any, ranks: int, rows: int | None
+) -> list[MeasuredRank]:
+    """Returns the predicted chains of one rank of each place in the pipeline of a run.
+
+    Args:
+        config: Config of the user.
+        model: Task of the config.
+        datamodule: Datamodule of the config, or None.
+        ranks: Number of ranks.
+        rows: Rows of a micro-batch on a rank; None for the config's.
+
+    Raises:
+        DloError: The model is not a task with blocks, or its step cannot run without values.
+    """
+    if not isinstance(model, Task):
+        raise DloError(
+            f"remat: the model must be a dlo_framework.Task, whose inputs are known, got {type(model).__name__}; start"
+            " a run with the callback Rotor, which measures any model"
+        )
+    device = read_device(config)
+    state, _ = run_state(config, model, *read_dtypes(config, device))
+    profile = profile_run(model, datamodule, state, device)
+    names = model.parallel_plan().block_names(model.on_meta().model)
+    if not names:
+        raise DloError(
+            f"remat: the parallel plan must name blocks, got none of {type(model).__name__}; name them in"
+            " Task.parallel_plan: ParallelPlan(blocks=(...))"
+        )
+    layout = replace(layout_or_one_rank(config, ranks), recompute="none", every=1)
+    layout = layout if rows is None else replace(layout, micro_batch=rows)
+    times = TimeModel(profile, load_machine("h100"), state)
+    memory, at, chains = MemoryModel(times), 0, []
+    for own in RotorModel(times, memory).chains(layout):
+        chain = own.measured.chain
+        named = (replace(stage, name=name) for stage, name in zip(chain.stages, names[at:], strict=False))
+        at += len(chain) - 1
+        stages = (*itertools.islice(named, len(chain) - 1), chain.stages[-1])
+        chains.append(replace(own.measured, chain=replace(chain, stages=stages)))
+    return [
+        MeasuredRank(tuple(replace(chains[s], in_flight=n) for s, n in zip(one.stages, one.most, strict=True)), 0)
+        for one in in_flight(layout)
+    ]

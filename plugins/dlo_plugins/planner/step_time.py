@@ -7,8 +7,9 @@ model, matrix products have an efficiency by shape, and a pipeline is simulated 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import balance_stages
@@ -24,6 +25,10 @@ _Seconds = tuple[float, float, dict[str, float]]
 #: Bytes that clipping and an elementwise optimizer read and write for each byte of parameters, gradients and state:
 #: for Adam in single precision 4 for the norm, 8 to clip, 28 to step, of 16.
 _OPTIMIZER_TRAFFIC = 2.5
+
+
+_placement = functools.cache(make_placement)
+_splits_backward = functools.cache(splits_backward)
 
 
 @dataclass(frozen=True)
@@ -92,15 +97,13 @@ class TimeModel:
 
     def __init__(self, profile: ModelProfile, machine: Machine, state: StateFormat) -> None:
         self.profile, self.machine, self.state = profile, machine, state
-        self._parts: dict[tuple[object, ...], PartTime] = {}
-        self._splits: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
-        self._placements: dict[tuple[object, ...], Placement] = {}
-        self._splits_backward: dict[str, bool] = {}
-        self._recomputed: dict[tuple[object, ...], frozenset[int]] = {}
-        self._stage_seconds: dict[tuple[object, ...], _Seconds] = {}
-        self._gathered: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._everything: dict[bool, Stage] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def _once(self, key: tuple[object, ...], compute: Callable[[], Any]) -> Any:
+        """Returns the value of a key, which is computed the first time."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def profile_of(self, layout: Layout) -> ModelProfile:
         """Returns the profile on the parameters that a layout computes with: gathered ones, or ones to cast."""
@@ -123,10 +126,9 @@ class TimeModel:
         """Returns the times of a micro-batch in a part, which depend on `tp`, `cp`, `ep`, the rows and the mode."""
         mesh = layout.mesh
         ep = mesh.ep if part.exchanged or part.cast.total else 1
-        key = (id(part.forward), part.cast, mesh.tp, mesh.cp, ep, layout.micro_batch, layout.sequence_parallel, mode)
-        if key not in self._parts:
-            self._parts[key] = self._compute_part(part, layout, mode)
-        return self._parts[key]
+        own = (id(part.forward), part.cast, mesh.tp, mesh.cp, ep, layout.micro_batch, layout.sequence_parallel, mode)
+        found: PartTime = self._once(("part", *own), lambda: self._compute_part(part, layout, mode))
+        return found
 
     def _compute_part(self, part: Part, layout: Layout, mode: str) -> PartTime:
         share = self.share(layout)
@@ -238,15 +240,18 @@ class TimeModel:
         if layout.stages == 1:
             return (len(self.profile.blocks),)
         profile = self.profile_of(layout)
-        key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every, self._casts(layout))
-        if key not in self._splits:
+
+        def balance() -> tuple[int, ...]:
             # Costs of one row: the ratios of blocks hardly depend on the number of rows, and on `ep`.
             one = replace(layout, micro_batch=1, mesh=replace(layout.mesh, cp=1, ep=1))
             modes = [self.mode_of(layout, number) for number in range(len(profile.blocks))]
             costs = [sum(self.seconds(part, one, mode)) for part, mode in zip(profile.blocks, modes, strict=True)]
             ends = [sum(self.seconds(part, one, "none")) for part in (profile.stem, profile.head)]
-            self._splits[key] = split_blocks(costs, layout.stages, *ends)
-        return self._splits[key]
+            return split_blocks(costs, layout.stages, *ends)
+
+        key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every, self._casts(layout))
+        found: tuple[int, ...] = self._once(("split", *key), balance)
+        return found
 
     def seconds(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
         """Returns the seconds of a micro-batch in forward and in backward, without gathering."""
@@ -263,10 +268,9 @@ class TimeModel:
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
         """Returns the parts of each stage, with their modes of recomputation and how often each occurs."""
         split = self.split(layout)
-        key = (split, layout.recompute, layout.every, self._casts(layout))
-        if key not in self._stages:
-            self._stages[key] = self._make_stages(layout, split)
-        return self._stages[key]
+        key = ("stages", split, layout.recompute, layout.every, self._casts(layout))
+        found: tuple[Stage, ...] = self._once(key, lambda: self._make_stages(layout, split))
+        return found
 
     def _make_stages(self, layout: Layout, split: tuple[int, ...]) -> tuple[Stage, ...]:
         found: list[Stage] = []
@@ -292,11 +296,8 @@ class TimeModel:
         It has computation, the communication of `tp` and `ep`, and gathering. Longer computation hides more gathering,
         but never more than it takes itself.
         """
-        casts = self._casts(layout)
-        if casts not in self._everything:
-            plain = replace(layout, recompute="none")
-            self._everything[casts] = self._make_stages(plain, (len(self.profile.blocks),))[0]
-        everything = self._everything[casts]
+        plain, blocks = replace(layout, recompute="none"), (len(self.profile.blocks),)
+        (everything,) = self._once(("all", self._casts(layout)), lambda: self._make_stages(plain, blocks))
         times = [(self.part_time(part, layout, mode), n) for part, mode, n in everything]
         own = sum(n * (t.forward + t.backward + sum(t.tensor[:2]) + sum(t.experts[:2])) for t, n in times)
         return own + sum(self._gathering(everything, layout))
@@ -341,16 +342,6 @@ class TimeModel:
             copies=copies,
         )  # fmt: skip
 
-    def stage_seconds(self, layout: Layout, more: Sequence[float]) -> list[float]:
-        """Returns the seconds of a micro-batch in each stage, forward and backward.
-
-        Args:
-            layout: Layout of the run.
-            more: Seconds that each stage recomputes, or waits, under Rotor.
-        """
-        costs = [self._costs(stage, layout) for stage in self.stages(layout)]
-        return [cost[0] + cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
-
     def _costs(self, stage: Stage, layout: Layout) -> _Seconds:
         """Returns a micro-batch's seconds in a stage, with gathering and the accumulation of gradients."""
         forward, backward, parts = self._computation(stage, layout)
@@ -360,23 +351,29 @@ class TimeModel:
 
     def _computation(self, stage: Stage, layout: Layout) -> _Seconds:
         """Returns a micro-batch's seconds in a stage, with the communication of `tp` and `cp`."""
-        mesh = layout.mesh
-        key = (id(stage), mesh.tp, mesh.cp, mesh.ep, layout.micro_batch, layout.sequence_parallel)
-        if key not in self._stage_seconds:
+
+        def compute() -> _Seconds:
             times = [(self.part_time(part, layout, mode), n) for part, mode, n in stage]
             seconds = [(self.seconds(part, layout, mode), n) for part, mode, n in stage]
-            self._stage_seconds[key] = (
+            return (
                 sum(n * one[0] for one, n in seconds),
                 sum(n * one[1] for one, n in seconds),
                 {
                     "compute": sum(n * (t.forward + t.backward) for t, n in times),
                     "recompute": sum(n * t.repeated for t, n in times),
-                    "tensor": sum(n * sum(t.tensor) for t, n in times),
-                    "context": sum(n * sum(t.context) for t, n in times),
-                    "experts": sum(n * sum(t.experts) for t, n in times),
+                    **{
+                        key: sum(n * sum(getattr(t, key)) for t, n in times) for key in ("tensor", "context", "experts")
+                    },
                 },
             )
-        return self._stage_seconds[key]
+
+        found: _Seconds = self._once(("stage", *self._stage_key(stage, layout)), compute)
+        return found
+
+    def _stage_key(self, stage: Stage, layout: Layout) -> tuple[object, ...]:
+        """Returns what decides a micro-batch's seconds in a stage."""
+        mesh = layout.mesh
+        return id(stage), mesh.tp, mesh.cp, mesh.ep, layout.micro_batch, layout.sequence_parallel
 
     def _slowest(self, layout: Layout, seconds: Sequence[float]) -> Sequence[int]:
         """Returns the stages of the pipeline's rank that computes longest."""
@@ -395,10 +392,7 @@ class TimeModel:
 
     def placement(self, layout: Layout) -> Placement:
         """Returns the placement of a layout's stages on the ranks of its pipeline."""
-        key = (layout.schedule, layout.mesh.pp, layout.stages_per_rank)
-        if key not in self._placements:
-            self._placements[key] = make_placement(layout.schedule, layout.mesh.pp, layout.stages_option)
-        return self._placements[key]
+        return _placement(layout.schedule, layout.mesh.pp, layout.stages_option)
 
     def transfer(self, layout: Layout) -> float:
         """Returns the seconds of a message between stages: a block's output."""
@@ -419,12 +413,11 @@ class TimeModel:
         """Returns the stages that a layout's schedule recomputes by itself."""
         if layout.mesh.pp == 1:
             return frozenset()
-        key = (layout.schedule, layout.mesh.pp, layout.stages_per_rank)
-        if key not in self._recomputed:
-            count = min(layout.micro_batches, 4 * layout.stages)
-            schedule = make_schedule(layout.schedule, layout.mesh.pp, count, layout.stages_option)
-            self._recomputed[key] = schedule.recomputed_stages
-        return self._recomputed[key]
+        count = min(layout.micro_batches, 4 * layout.stages)
+        key = ("recomputed", layout.schedule, layout.mesh.pp, layout.stages_per_rank)
+        own = (layout.schedule, layout.mesh.pp, count, layout.stages_option)
+        found: frozenset[int] = self._once(key, lambda: make_schedule(*own).recomputed_stages)
+        return found
 
     def _formula(
         self, layout: Layout, forward: Sequence[float], backward: Sequence[float], work: Sequence[float]
@@ -435,9 +428,7 @@ class TimeModel:
         where weight gradients are apart, it may compute these meanwhile.
         """
         where = self.placement(layout)
-        if layout.schedule not in self._splits_backward:
-            self._splits_backward[layout.schedule] = splits_backward(layout.schedule)
-        splits = self._splits_backward[layout.schedule]
+        splits = _splits_backward(layout.schedule)
         passes = [f + b * (not splits) for f, b in zip(forward, backward, strict=True)]
         if layout.delays:
             passes = [0.0] * len(passes)
@@ -456,26 +447,37 @@ class TimeModel:
         """
         if layout.sharers == 1 or layout.zero < 2:
             return 0.0, 0.0
-        mesh, keeps = layout.mesh, layout.zero < 3
-        own = (id(stage), mesh.tp, mesh.cp, mesh.ep, layout.micro_batch, layout.sequence_parallel)
-        key = (*own, layout.sharers, keeps)
-        if key not in self._gathered:
+        keeps = layout.zero < 3
+
+        def compute() -> tuple[float, float]:
             found = [0.0, 0.0]
             for part, mode, times in stage:
                 seconds = self._part_gathering(part, layout)
                 for at, running in enumerate(self.seconds(part, layout, mode)):
                     if not (at and keeps):
                         found[at] += times * self.machine.exposed(seconds, running)
-            self._gathered[key] = found[0], found[1]
-        forward, backward = self._gathered[key]
+            return found[0], found[1]
+
+        key = ("gathered", *self._stage_key(stage, layout), layout.sharers, keeps)
+        forward, backward = self._once(key, compute)
         return (forward / layout.micro_batches, backward / layout.micro_batches) if keeps else (forward, backward)
 
     def _part_gathering(self, part: Part, layout: Layout) -> float:
+        one, tp = ((part, "", 1),), layout.mesh.tp
+        size = self.state.gathered
+        return self._among_sharers(layout, local_bytes(one, tp, size), size * expert_count(one, tp))
+
+    def _part_reduction(self, part: Part, layout: Layout) -> float:
+        one, tp, size = ((part, "", 1),), layout.mesh.tp, self.state.reduced
+        counts = local_count(one, tp, trained=True), expert_count(one, tp, trained=True)
+        return self._among_sharers(layout, size * counts[0], size * counts[1])
+
+    def _among_sharers(self, layout: Layout, size: float, experts: float) -> float:
+        """Returns the time to gather bytes, or to reduce and scatter them, of which those of experts are divided."""
         mesh = layout.mesh
-        size = local_bytes(((part, "", 1),), mesh.tp, self.state.gathered)
-        experts = expert_count(((part, "", 1),), mesh.tp) * self.state.gathered if mesh.ep > 1 else 0.0
+        experts = experts if mesh.ep > 1 else 0.0
         seconds = self.machine.collective_seconds(size - experts, layout.sharers, mesh.tp)
-        return seconds + self.machine.collective_seconds(experts / mesh.ep, layout.expert_sharers, mesh.tp * mesh.ep)
+        return seconds + self.machine.collective_seconds(experts / mesh.ep, mesh.expert_shards, mesh.tp * mesh.ep)
 
     def _gradient_sync(self, layout: Layout, stage: Stage, backward: float) -> float:
         """Returns the exposed reduction of a stage's gradients, which overlaps the last micro-batch's backward."""
@@ -502,14 +504,6 @@ class TimeModel:
         if not self.state.overlaps:
             return seconds * times + once
         return self.machine.exposed(seconds + once, backward) + (times - 1) * self.machine.exposed(seconds, backward)
-
-    def _part_reduction(self, part: Part, layout: Layout) -> float:
-        mesh, one = layout.mesh, ((part, "", 1),)
-        experts = expert_count(one, mesh.tp, trained=True) if mesh.ep > 1 else 0.0
-        size = (local_count(one, mesh.tp, trained=True) - experts) * self.state.reduced
-        seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp)
-        size = experts / mesh.ep * self.state.reduced
-        return seconds + self.machine.collective_seconds(size, layout.expert_sharers, mesh.tp * mesh.ep)
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         trained = local_count(stage, layout.mesh.tp, trained=True)

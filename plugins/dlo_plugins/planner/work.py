@@ -205,27 +205,6 @@ class Recomputation:
         return self.fused if fused else self.saved
 
 
-@dataclass(frozen=True)
-class Peaks:
-    """Most bytes in use at once in a part, beyond what is kept of it; gradients of parameters are not counted.
-
-    Attributes:
-        forward: Bytes in forward, beyond its output and what it saves.
-        backward: Bytes in backward, beyond its output and what it has saved.
-        unsaved: Bytes in a forward that saves nothing, beyond its input and its output.
-        selective: Bytes in a forward of mode `selective`, beyond these, with what it saves.
-    """
-
-    forward: Amount = _NOTHING
-    backward: Amount = _NOTHING
-    unsaved: Amount = _NOTHING
-    selective: Amount = _NOTHING
-
-    def times(self, factor: float) -> Peaks:
-        """Returns the peaks times a factor."""
-        return Peaks(*(amount.times(factor) for amount in vars(self).values()))
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Part of a model: its stem, one of its blocks, or its head with the loss.
@@ -238,7 +217,6 @@ class Part:
             ActivationCheckpoint does; `alternate`, which keeps every second of them, as torchtitan does; `attention`,
             which repeats unfused attention, as Megatron does; and `full`.
         output: Bytes of its output.
-        peaks: Most bytes in use at once in forward and in backward.
         transient: Most bytes in use at once in either, with the gradients of parameters; of a block beyond its output
             and what `none` saves.
         parameters: Numbers of parameters in the run's dtype: divided by tensor parallelism, and not.
@@ -252,7 +230,6 @@ class Part:
         gathered: Bytes of its input.
         entered: Bytes of the inputs of its divided regions.
         left: Bytes of their outputs.
-        gradients_at_peak: Share of the gradients of its parameters that exist at the peak of backward.
     """
 
     name: str
@@ -260,7 +237,6 @@ class Part:
     backward: Work
     modes: dict[str, Recomputation]
     output: Amount
-    peaks: Peaks
     transient: Amount
     parameters: Amount
     trained: Amount
@@ -273,7 +249,6 @@ class Part:
     cast: Amount = _NOTHING
     entered: float = 0.0
     left: float = 0.0
-    gradients_at_peak: float = 1.0
 
 
 #: Parts of a stage, each with its mode of recomputation and how often it occurs.

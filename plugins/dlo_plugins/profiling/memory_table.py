@@ -17,16 +17,15 @@ from torch import Tensor
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.errors import DloError
-from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import draw_figure
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.plan_config import read_batch, read_device
-from dlo_plugins.planner.plan_report import first_batch, profile_formats, run_state
+from dlo_plugins.planner.plan_config import read_device
+from dlo_plugins.planner.plan_report import batch_of, on_meta, profile_formats, run_state
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.planner.run_memory import read_layout
+from dlo_plugins.planner.run_memory import layout_or_one_rank
 from dlo_plugins.planner.step_time import TimeModel
 
 if TYPE_CHECKING:
@@ -99,11 +98,11 @@ def memory_table(
     device = read_device(config)
     machine = load_machine("h100" if device == "cuda" else "cpu")
     state, _ = run_state(config, model)
-    layout = _layout(config, trainer)
+    devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
+    layout = layout_or_one_rank(config, devices * nodes if isinstance(devices, int) and devices > 0 else None)
     batches = batches or sorted({max(1, layout.micro_batch * factor // 4) for factor in (1, 2, 4, 8, 16)})
-    task = model.on_meta() if isinstance(model, Task) else model
-    batch = task.example_batch(datamodule) if isinstance(task, Task) else None
-    batch = first_batch(datamodule) if batch is None else batch
+    task = on_meta(model)
+    batch = batch_of(task, datamodule)
     own = _length(batch) if isinstance(task, Task) and bool(task.parallel_plan().attention) else None
     if lengths and own is None:
         raise DloError(
@@ -123,17 +122,6 @@ def memory_table(
         memory = MemoryModel(TimeModel(profile, machine, state))
         rows += [MemoryRow(size, length, memory.largest(replace(layout, micro_batch=size))) for size in batches]
     return MemoryTable(name, layout, device, tuple(rows))
-
-
-def _layout(config: dict[str, Any], trainer: dict[str, Any]) -> Layout:
-    """Returns the layout of the config's run; that of one rank where it is not known which ranks there are."""
-    devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
-    if isinstance(devices, int) and devices > 0:
-        try:
-            return read_layout(config, devices * nodes)
-        except DloError:  # A strategy that is not predicted: as if one rank had all.
-            return Layout(MeshSpec(dp_shard=1), max(1, (read_batch(config) or 8) // devices // nodes), zero=0)
-    return Layout(MeshSpec(dp_shard=1), read_batch(config) or 8, zero=0)
 
 
 def _length(batch: Any) -> int | None:

@@ -14,7 +14,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,49 +26,14 @@ from dlo_framework.errors import DloError
 from dlo_framework.recompute import BufferGuard, checkpointed, recomputes
 from dlo_plugins.remat.allocation_log import AllocationLog, storage_bytes, tensor_storage
 from dlo_plugins.remat.block_calls import RegionCheck, intercept_calls, restore_calls
-from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.schedule import Chain, Mode, Stage
 from dlo_plugins.remat.selective_policy import contexts_for
 
-#: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.remat.chain.Mode`.
+#: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.remat.schedule.Mode`.
 MODES = ("all", "selective")
 _REPEATS = 3
 #: Share of a block's kept bytes that hooks must see: the rest are small, such as the state of random numbers.
 _MOVABLE_SHARE = 0.99
-
-
-@dataclass(frozen=True)
-class ModeBytes:
-    """Bytes of a block in one mode, and whether they can be copied; see :class:`~dlo_plugins.remat.chain.Mode`."""
-
-    saved: int
-    forward_peak: int
-    backward_peak: int
-    movable: bool = False
-
-
-@dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of a block.
-
-    Attributes:
-        input: Bytes of its input, the hidden state.
-        output: Bytes of its output.
-        forward_peak: Transient bytes of a forward that keeps nothing, above input and output.
-        modes: Bytes of each mode.
-    """
-
-    input: int
-    output: int
-    forward_peak: int
-    modes: tuple[ModeBytes, ...]
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of a block's forward and backward, in each mode."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
 
 
 class BlockRun:
@@ -79,7 +44,7 @@ class BlockRun:
         forward: Forward of the block.
         args: Arguments of the call.
         kwargs: Arguments by name.
-        clock: Function that returns modelled seconds; by default time is measured.
+        clock: Function that returns seconds.
     """
 
     def __init__(
@@ -88,7 +53,7 @@ class BlockRun:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float],
     ) -> None:
         self._clock, self._block, self._forward, self._given = clock, block, forward, (args, kwargs)
         self._guard = BufferGuard(block)
@@ -114,8 +79,8 @@ class BlockRun:
         sources = [*inputs, *self._trained]
         return torch.autograd.grad(outputs, sources, gradients, allow_unused=True) if outputs and sources else ()
 
-    def count_bytes(self, log: AllocationLog) -> BlockBytes:
-        """Returns the bytes of the block.
+    def count_bytes(self, log: AllocationLog) -> Stage:
+        """Returns the block as a stage with bytes and without seconds.
 
         Args:
             log: Log, which is on.
@@ -131,9 +96,9 @@ class BlockRun:
             plain = log.usage(start)
             del outputs, args, kwargs
             modes = tuple(self._count_mode(log, mode, output) for mode in self.possible_modes())
-        return BlockBytes(self.hidden, output, max(0, plain.peak - output), modes)
+        return Stage("", output, modes, max(0, plain.peak - output))
 
-    def _count_mode(self, log: AllocationLog, mode: str, output: int) -> ModeBytes:
+    def _count_mode(self, log: AllocationLog, mode: str, output: int) -> Mode:
         start, packed = log.mark(), _PackedBytes()
         with saved_tensors_hooks(packed.pack, lambda tensor: tensor) if mode == MODES[0] else contextlib.nullcontext():
             inputs, outputs = self.forward(mode)
@@ -146,7 +111,8 @@ class BlockRun:
         own = log.numbers(gradient for gradient in found[len(inputs) :] if gradient is not None)
         peak = log.usage(start, without=own).peak
         del found, gradients, inputs, outputs
-        return ModeBytes(saved, max(0, kept.peak - saved), max(0, peak - saved - output - self.hidden), movable)
+        transient = max(0, kept.peak - saved), max(0, peak - saved - output - self.hidden)
+        return Mode(mode, saved, 0.0, 0.0, *transient, movable)
 
     def possible_modes(self) -> tuple[str, ...]:
         """Returns the modes in which the block can run: a block that writes into a kept output has only the first."""
@@ -159,19 +125,16 @@ class BlockRun:
             return MODES[:1]
         return MODES
 
-    def measure_seconds(self, modes: int) -> BlockTimes:
-        """Returns the shortest times of a few runs, which other programs disturb least.
+    def measure_seconds(self, modes: int) -> list[tuple[float, float]]:
+        """Returns the seconds of forward and backward in each mode, the shortest of a few runs.
 
         Args:
             modes: Number of the modes in which the block can run.
         """
         with self._isolated():
-            if self._clock is None:
-                self._seconds(MODES[0])  # The first run allocates, and chooses kernels.
-            repeats = _REPEATS if self._clock is None else 1
-            found = [[self._seconds(mode) for _ in range(repeats)] for mode in MODES[:modes]]
-        shortest = [tuple(min(run[part] for run in runs) for runs in found) for part in (0, 1)]
-        return BlockTimes(*shortest)
+            self._seconds(MODES[0])  # The first run allocates, and chooses kernels.
+            found = [[self._seconds(mode) for _ in range(_REPEATS)] for mode in MODES[:modes]]
+        return [(min(forward for forward, _ in runs), min(backward for _, backward in runs)) for runs in found]
 
     def _seconds(self, mode: str) -> tuple[float, float]:
         begin = self._now()
@@ -202,11 +165,11 @@ class BlockRun:
                     owner._buffers.update(buffers)
 
 
-def _seconds(device: torch.device, clock: Callable[[], float] | None) -> float:
-    """Returns a device's time once it has run what was queued, or a clock's of the caller."""
+def _seconds(device: torch.device, clock: Callable[[], float]) -> float:
+    """Returns a clock's seconds once a device has run what was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() if clock is None else clock()
+    return clock()
 
 
 class _PackedBytes:
@@ -249,8 +212,7 @@ class BlockSurvey:
         names: Names of the blocks.
         is_last: Whether the model's head and its loss follow the blocks on this rank.
         parameters: Function that returns the parameters of the model as they are now.
-        clock: Function that returns modelled seconds, for fake tensors; by default time is measured. Whether regions
-            are possible is not checked on fake tensors.
+        clock: Function that returns seconds.
 
     Attributes:
         log: Log of the step in which bytes are measured; None in others.
@@ -266,7 +228,7 @@ class BlockSurvey:
         names: Sequence[str],
         is_last: bool,
         parameters: Callable[[], list[Tensor]],
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.blocks, self.names, self._is_last, self._parameters = list(blocks), list(names), is_last, parameters
         self._clock = clock
@@ -274,9 +236,9 @@ class BlockSurvey:
         self.times_blocks = False
         self._stem = 0
         self._check = RegionCheck(self.names)
-        self._bytes: dict[int, BlockBytes] = {}
-        self._times: dict[int, BlockTimes] = {}
-        self._gathered: dict[int, int] = {}  # bytes of a block's parameters that are gathered for its forward
+        self._input = 0
+        self._bytes: dict[int, Stage] = {}
+        self._times: dict[int, list[tuple[float, float]]] = {}  # of forward and backward, in each mode
         self._gathering: dict[int, float] = {}  # seconds of a block's call before its forward: of its hooks
         self._called = 0.0
         self._head: tuple[int, int] | None = None  # positions in the log
@@ -317,8 +279,7 @@ class BlockSurvey:
         def call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            if self._clock is None:
-                args, kwargs = self._check.enter(index, args, kwargs)
+            args, kwargs = self._check.enter(index, args, kwargs)
             if self.times_blocks and index not in self._times:
                 self._called = self._now()
             # Compiled code is measured uncompiled: its inside cannot be seen.
@@ -330,7 +291,7 @@ class BlockSurvey:
                     self.blocks[index].__dict__["_compiled_call_impl"] = compiled
             if index + 1 == len(self.blocks) and self._is_last:
                 self._begin_head(output)
-            return self._check.leave(index, output) if self._clock is None else output
+            return self._check.leave(index, output)
 
         return call
 
@@ -344,20 +305,18 @@ class BlockSurvey:
             self._device = run.device
             if self.log is not None and index not in self._bytes:
                 if index == 0:
-                    self._stem = self._kept(self.log, run.hidden)
-                self._bytes[index] = run.count_bytes(self.log)
-                own = _storages(block.parameters())
-                self._gathered[index] = sum(size for key, size in own.items() if key not in self._resident)
+                    parameters = self.log.numbers(self._parameters())
+                    self._input = run.hidden
+                    self._stem = max(0, self.log.usage(0, without=parameters).final - run.hidden)
+                found, own = run.count_bytes(self.log), _storages(block.parameters())
+                gathered = sum(size for key, size in own.items() if key not in self._resident)
+                self._bytes[index] = replace(found, gathered=gathered)
             elif self.times_blocks and index in self._bytes and index not in self._times:
                 self._gathering[index] = self._now() - self._called
                 self._times[index] = run.measure_seconds(len(self._bytes[index].modes))
             return checkpointed(forward, *args, guard=guard, **kwargs)
 
         return measured
-
-    def _kept(self, log: AllocationLog, hidden: int) -> int:
-        parameters = log.numbers(self._parameters())
-        return max(0, log.usage(0, without=parameters).final - hidden)
 
     def _begin_head(self, output: Any) -> None:
         """Begins the measurement of the head and the loss, which ends when the last block's output has its gradient."""
@@ -425,16 +384,20 @@ class BlockSurvey:
 
         The head is one stage that takes its largest memory, forward and backward, above the last block's output.
         """
-        return make_chain(
-            self.names,
-            [self._bytes[index] for index in range(len(self.blocks))],
-            self._smooth_times(),
-            self._head_bytes,
-            self._head_seconds,
-            [self._gathered[index] for index in range(len(self.blocks))],
-        )
+        times, stages = self._smooth_times(), []
+        for index, name in enumerate(self.names):
+            stage, own = self._bytes[index], times[index]
+            modes = tuple(
+                replace(mode, forward=max(forward, own[0][0]), backward=max(backward, own[0][1]))
+                for mode, (forward, backward) in zip(stage.modes, own, strict=True)
+            )  # No mode is faster than keeping all: that is noise.
+            stages.append(replace(stage, name=name, modes=modes))
+        peak = max(0, self._head_bytes - (stages[-1].output if stages else 0))
+        seconds = self._head_seconds
+        stages.append(Stage("head", 0, (Mode("all", 0, seconds / 3, seconds * 2 / 3, 0, peak),)))
+        return Chain(tuple(stages), self._input)
 
-    def _smooth_times(self) -> list[BlockTimes]:
+    def _smooth_times(self) -> dict[int, list[tuple[float, float]]]:
         """Returns the times of the blocks; equal blocks get the medians of theirs, as noise would favour some.
 
         A block's forward has what its call waits for before it, such as the gathering of its parameters, in each run.
@@ -443,58 +406,14 @@ class BlockSurvey:
         for index, block in enumerate(self.blocks):
             shapes = tuple(parameter.shape for parameter in block.parameters())
             groups.setdefault((type(block).__qualname__, shapes, self._bytes[index]), []).append(index)
-        found = dict(self._times)
-        gathering: dict[int, float] = {}
+        found: dict[int, list[tuple[float, float]]] = {}
         for members in groups.values():
-            forward, backward = (
-                tuple(map(statistics.median, zip(*(getattr(self._times[n], key) for n in members), strict=True)))
-                for key in ("forward", "backward")
-            )
-            found |= dict.fromkeys(members, BlockTimes(forward, backward))
-            waits = statistics.median(self._gathering[n] if self._gathered[n] else 0.0 for n in members)
-            gathering |= dict.fromkeys(members, waits)
-        for index, waited in gathering.items():
-            forward = tuple(seconds + waited for seconds in found[index].forward)
-            found[index] = BlockTimes(forward, found[index].backward)
-        return [found[index] for index in range(len(self.blocks))]
-
-
-def make_chain(
-    names: Sequence[str],
-    sizes: Sequence[BlockBytes],
-    times: Sequence[BlockTimes],
-    head: int,
-    head_seconds: float,
-    gathered: Sequence[int],
-) -> Chain:
-    """Returns the chain of measured blocks and a head.
-
-    Args:
-        names: Names of the blocks.
-        sizes: Bytes of the blocks.
-        times: Seconds of the blocks.
-        head: Largest memory of the head's forward and backward, with the gradient of its input.
-        head_seconds: Seconds of the head's forward and backward.
-        gathered: Bytes of the blocks' parameters that are gathered for their forwards.
-    """
-    stages = []
-    for name, size, spent, parameters in zip(names, sizes, times, gathered, strict=True):
-        modes = tuple(
-            Mode(
-                mode,
-                counted.saved,
-                max(spent.forward[n], spent.forward[0]),  # No mode is faster than keeping all: that is noise.
-                max(spent.backward[n], spent.backward[0]),
-                counted.forward_peak,
-                counted.backward_peak,
-                counted.movable,
-            )
-            for n, (mode, counted) in enumerate(zip(MODES, size.modes, strict=False))
-        )
-        stages.append(Stage(name, size.output, modes, size.forward_peak, parameters))
-    peak = max(0, head - (sizes[-1].output if sizes else 0))
-    stages.append(Stage("head", 0, (Mode("all", 0, head_seconds / 3, head_seconds * 2 / 3, 0, peak),)))
-    return Chain(tuple(stages), sizes[0].input if sizes else 0)
+            waits = statistics.median(self._gathering[n] if self._bytes[n].gathered else 0.0 for n in members)
+            of_modes = zip(*(self._times[n] for n in members), strict=True)
+            medians = [tuple(map(statistics.median, zip(*runs, strict=True))) for runs in of_modes]
+            own = [(forward + waits, backward) for forward, backward in medians]
+            found |= dict.fromkeys(members, own)
+        return found
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from dlo_framework.copy_streams import copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
 from dlo_plugins.remat.allocation_log import host_memory
-from dlo_plugins.remat.chain import Link
+from dlo_plugins.remat.schedule import Link
 
 _MEASURED_BYTES, _MEASURED_COPIES = 2**26, 4
 
@@ -87,42 +88,6 @@ class StreamLink(HostLink):
         return stream.copy(target, source, records=False).wait
 
 
-class LinkClock:
-    """Clock of a simulated link.
-
-    Args:
-        virtual: Whether waiting is added to the clock in place of sleeping. Such a clock counts this process's CPU
-            time, so that other programs do not disturb it.
-
-    Attributes:
-        waited: Seconds of waiting so far.
-        copying: Seconds of the simulation's own copies so far, which the clock leaves out.
-    """
-
-    def __init__(self, virtual: bool = False) -> None:
-        self._virtual, self.waited, self.copying = virtual, 0.0, 0.0
-
-    def now(self) -> float:
-        """Returns the seconds of the clock."""
-        return self._seconds() - self.copying + (self.waited if self._virtual else 0.0)
-
-    def wait_until(self, moment: float) -> None:
-        """Waits until the clock shows a time."""
-        seconds = max(0.0, moment - self.now())
-        self.waited += seconds
-        if seconds and not self._virtual:
-            time.sleep(seconds)
-
-    def run(self, copy: Callable[[], object]) -> None:
-        """Runs one of the simulation's own copies, in no time."""
-        begin = self._seconds()
-        copy()
-        self.copying += self._seconds() - begin
-
-    def _seconds(self) -> float:
-        return time.process_time() if self._virtual else time.perf_counter()
-
-
 class SimulatedLink(HostLink):
     """Link on a CPU, where device and host share their memory: a copy has arrived after its bytes divided by the rate.
 
@@ -130,21 +95,21 @@ class SimulatedLink(HostLink):
 
     Args:
         link: Rates.
-        clock: Clock; by default waiting takes real time.
+        clock: Clock with `perf_counter` and `sleep`; by default waiting takes real time.
     """
 
-    def __init__(self, link: Link, clock: LinkClock | None = None) -> None:
+    def __init__(self, link: Link, clock: Any = time) -> None:
         super().__init__()
-        self.link, self.clock = link, clock or LinkClock()
+        self.link, self.clock = link, clock
         self._free = {True: 0.0, False: 0.0}  # Seconds at which each direction has run all copies so far.
 
     def _start(self, target: Tensor, source: Tensor, to_host: bool) -> Callable[[], None]:
         rate = self.link.to_host if to_host else self.link.to_device
-        end = self._free[to_host] = max(self.clock.now(), self._free[to_host]) + source.nbytes / rate
+        end = self._free[to_host] = max(self.clock.perf_counter(), self._free[to_host]) + source.nbytes / rate
 
         def wait() -> None:
-            self.clock.run(lambda: target.copy_(source))
-            self.clock.wait_until(end)
+            target.copy_(source)
+            self.clock.sleep(max(0.0, end - self.clock.perf_counter()))
 
         return wait
 

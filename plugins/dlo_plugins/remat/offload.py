@@ -22,7 +22,7 @@ queue of those that the link from the host has yet to copy in reversed time, and
 
 A region's backward takes C(first, last, m) seconds of Rotor's table, where m is the memory that is left; every number
 of bundles that it may wait for is tried. The charge is the simulator's time with the copies of
-:func:`~dlo_plugins.remat.transfer_plan.plan_transfers`: operations and what they wait for are one graph, whose longest
+:func:`~dlo_plugins.remat.schedule.plan_transfers`: operations and what they wait for are one graph, whose longest
 path is the same in reversed time.
 """
 
@@ -35,12 +35,19 @@ from typing import Any
 import numpy as np
 
 from dlo_framework.errors import DloError, check_number
-from dlo_plugins.remat.chain import Chain, Link
-from dlo_plugins.remat.rotor import check_budget, keep_fastest, solve
-from dlo_plugins.remat.rotor_table import RotorTable, choose_slot
-from dlo_plugins.remat.schedule import Keep, Node, Recompute, Schedule
-from dlo_plugins.remat.schedule_simulation import predict
-from dlo_plugins.remat.transfer_plan import node_costs, plan_transfers, region_peak
+from dlo_plugins.remat.rotor import RotorTable, check_budget, choose_slot, keep_fastest, solve
+from dlo_plugins.remat.schedule import (
+    Chain,
+    Keep,
+    Link,
+    Node,
+    Recompute,
+    Schedule,
+    node_costs,
+    plan_transfers,
+    predict,
+    region_peak,
+)
 
 
 @dataclass(frozen=True)
@@ -294,7 +301,7 @@ class OffloadProgram:
             if mode >= 0:
                 nodes.append(Keep(first, mode, bool(offload)))
             else:
-                inner = self.table.nodes(first, last, slots * self.table.slot)
+                inner = self.table.nodes(first, last, slots)
                 nodes.append(Recompute(first, last, inner, bool(offload)))
             node, last = self._all.nodes[:, number], first - 1
         return tuple(reversed(nodes))

@@ -6,24 +6,38 @@ chains that are in flight at the same time.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes, parse_bytes
-from dlo_plugins.remat.chain import Chain, Link, Stage
 from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.rotor import BudgetTooSmall, keep_fastest, solve, solve_units
-from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
-from dlo_plugins.remat.schedule_simulation import predict
-from dlo_plugins.remat.transfer_plan import offloaded_bytes
+from dlo_plugins.remat.rotor import BudgetTooSmall, keep_fastest, solve, solve_alone
+from dlo_plugins.remat.schedule import (
+    Chain,
+    Keep,
+    Link,
+    OperationKind,
+    Recompute,
+    Schedule,
+    Simulation,
+    Stage,
+    node_costs,
+    offloaded_bytes,
+    predict,
+    simulate,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Share of the memory that is used; fragmentation takes the rest.
 _USED = 0.92
@@ -100,6 +114,54 @@ def _available_host_memory() -> int:
         if found:
             return int(found.group(1)) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class InFlight(NamedTuple):
+    """Micro-batches that a rank of a pipeline keeps for backward.
+
+    Attributes:
+        stages: Stages of the rank.
+        together: Micro-batches of each stage when the rank has most of them.
+        most: Largest number of each stage, at whatever time.
+        inputs: Micro-batches of each stage of which it has only the input then, because it recomputes the others.
+    """
+
+    stages: tuple[int, ...] = (0,)
+    together: tuple[int, ...] = (1,)
+    most: tuple[int, ...] = (1,)
+    inputs: tuple[int, ...] = (0,)
+
+
+def replay_in_flight(schedule: Any) -> Iterator[InFlight]:
+    """Yields the micro-batches in flight on each rank of a pipeline's schedule.
+
+    A stage keeps a micro-batch's activations from its forward, or its recomputation, until its backward, or until its
+    weight gradient.
+    """
+    from dlo_plugins.pipeline.actions import ActionKind
+
+    if not schedule.flushes:
+        schedule = schedule.unroll(2)
+    ends = (ActionKind.BACKWARD, ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD)
+    recomputed = schedule.recomputed_stages
+    for rank, order in enumerate(schedule.orders):
+        own = tuple(schedule.placement.stages_of(rank))
+        live, most, inputs = (dict.fromkeys(own, 0) for _ in range(3))
+        largest, together, with_inputs = (0, 0), live, inputs
+        for action in order:
+            stage, kind = action.stage, action.kind
+            if kind in ends:
+                live[stage] -= 1
+            elif kind is ActionKind.RECOMPUTE or (kind is ActionKind.FORWARD and stage not in recomputed):
+                live[stage] += 1
+                most[stage] = max(most[stage], live[stage])
+                inputs[stage] -= kind is ActionKind.RECOMPUTE
+            elif kind is ActionKind.FORWARD:
+                inputs[stage] += 1
+            size = sum(live.values()), sum(inputs.values())
+            if size > largest:
+                together, with_inputs, largest = dict(live), dict(inputs), size
+        yield InFlight(own, *(tuple(of.values()) for of in (together, most, with_inputs)))
 
 
 #: Share of a budget that is left free, for what is allocated between the blocks and not measured with them.
@@ -273,7 +335,7 @@ def _plan(measured: MeasuredChain, budget: int, slots: int, link: Link | None) -
 
     def find(size: int) -> Plan:
         if measured.refusal:
-            return Plan(measured, solve_units(chain, size, slots), budget, link)
+            return Plan(measured, solve_alone(chain, size, slots), budget, link)
         schedule = solve(chain, size, slots) if link is None else solve_offload(chain, size, link, slots)
         return Plan(measured, schedule, budget, link)
 
@@ -367,3 +429,109 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+# --- picture ---
+
+_COLORS = {
+    **{"forward": "#4c78a8", "kept": "#72b7b2", "again": "#f58518", "backward": "#b279a2"},
+    **{"copy": "#9d755d", "wait": "#e45756"},
+}
+_LABELS = {
+    "forward": "forward, nothing kept",
+    "kept": "forward, activations kept",
+    "again": "forward again",
+    "backward": "backward",
+    "copy": "copy to the host, and back",
+    "wait": "wait for a copy",
+}
+_COPIES = {OperationKind.OFFLOAD: "to host", OperationKind.PREFETCH: "to device"}
+_KINDS = {
+    **{OperationKind.RUN: "forward", OperationKind.SAVE: "kept", OperationKind.BACKWARD: "backward"},
+    **dict.fromkeys(_COPIES, "copy"),
+    **dict.fromkeys((OperationKind.RELEASE, OperationKind.ARRIVE), "wait"),
+}
+
+
+def draw_schedule(
+    chain: Chain,
+    schedule: Schedule,
+    stem: int = 0,
+    budget: int | None = None,
+    link: Link | None = None,
+    measured: int = 0,
+) -> Figure:
+    """Returns a figure of a schedule: the operations of each stage over time, and the memory over time.
+
+    Below the stages are the copies of each direction, where there are any; below the device's memory, the host's.
+
+    Args:
+        chain: Chain that the schedule is of.
+        schedule: Schedule.
+        stem: Bytes that the step keeps beside the chain.
+        budget: Budget in bytes, with the stem; None draws no line.
+        link: Link of the schedule's copies.
+        measured: Peak bytes that a step has taken; 0 draws no line.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    found = simulate(chain, schedule, link)
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    scale, rows, kinds = 1e3, len(chain), []
+    for item in found.operations:
+        kind, row = _kind(item.operation.kind, item.operation.run), item.operation.stage
+        if item.end <= item.start and kind == "wait":
+            continue
+        if kind == "copy":
+            row = rows + (item.operation.kind is OperationKind.PREFETCH)
+        kinds.append(kind)
+        width = max(item.end - item.start, 1e-12) * scale
+        upper.barh(row, width, left=item.start * scale, height=0.85, color=_COLORS[kind])
+    if schedule.transfers:
+        stages = range(0, rows, -(-rows // 10))
+        upper.set_yticks([*stages, rows, rows + 1], [*map(str, stages), *_COPIES.values()])
+        upper.axhline(rows - 0.5, color="0.6", linewidth=0.8)
+    upper.set_ylim(rows + (1.6 if schedule.transfers else -0.4), -0.6)
+    upper.set_ylabel("stage")
+    upper.legend(
+        handles=[Patch(color=_COLORS[kind], label=label) for kind, label in _LABELS.items() if kind in kinds],
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.2 if schedule.transfers else 1.13),
+        ncols=4 if not schedule.transfers else 3,
+        frameon=False,
+    )
+    issued = [item for item in found.operations if item.operation.kind not in _COPIES]
+    edges = [item.start * scale for item in issued] + [found.time * scale]
+    lower.stairs([(item.peak + stem) / 1e6 for item in issued], edges, fill=True, color="#9ecae9")
+    if schedule.transfers:
+        times, held = _host_bytes(chain, schedule, found)
+        lower.step([each * scale for each in times], [each / 1e6 for each in held], where="post", label="on the host")
+    if budget is not None:
+        lower.axhline(budget / 1e6, color="#e45756", linestyle="--", label="budget")
+    if measured:
+        lower.axhline(measured / 1e6, color="#54a24b", linestyle=":", label="measured peak")
+    if budget is not None or schedule.transfers:
+        lower.legend(frameon=False)
+    lower.set_xlabel("time of forward and backward (ms)")
+    lower.set_ylabel("activations (MB)")
+    return figure
+
+
+def _host_bytes(chain: Chain, schedule: Schedule, found: Simulation) -> tuple[list[float], list[int]]:
+    """Returns the seconds at which the bytes on the host change, and the bytes from then on."""
+    changes = []
+    for item in found.operations:
+        if item.operation.kind in _COPIES:
+            bundle = node_costs(chain, schedule.nodes[item.operation.node]).bundle
+            is_stored = item.operation.kind is OperationKind.OFFLOAD
+            changes.append((item.start, bundle) if is_stored else (item.end, -bundle))
+    changes.sort()
+    return [0.0, *(at for at, _ in changes)], [0, *itertools.accumulate(size for _, size in changes)]
+
+
+def _kind(kind: OperationKind, run: int) -> str:
+    if kind in (OperationKind.RUN, OperationKind.SAVE) and run > 0:
+        return "again"
+    return _KINDS[kind]

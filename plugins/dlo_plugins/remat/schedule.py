@@ -1,19 +1,156 @@
-"""Schedule of a chain: which stages keep what for backward, which are recomputed, and which copies go to the host.
+"""Chains of blocks and their schedules: what is kept, recomputed and copied to the host, in which time and memory.
 
 A schedule is a sequence of nodes that cover the stages in order. Forward runs them from first to last. Backward runs
 them from last to first: a :class:`Keep` runs its stage's backward; a :class:`Recompute` runs its inner nodes, forward
 and backward, on the stages that it covers.
+
+The simulation counts memory in the order in which operations are issued, as torch's caching allocator does, in exact
+bytes. Forward and backward run one after another on the device; the copies of each direction run beside them, in the
+order of their issue. The points of a step at which copies end and begin depend on bytes alone: each copy to the host
+has until its memory is needed, and each copy to the device begins as soon as there is memory for it. No other points
+make the step faster, whatever the rates of the link: computation then waits for the fewest copies, and every copy has
+the most time.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.chain import Chain
+from dlo_framework.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way in which a stage runs forward with gradients.
+
+    Attributes:
+        name: Name of the mode: `all`, `selective`, ...
+        saved: Bytes that it keeps for backward, with the stage's output and without its input.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward, with what the mode recomputes.
+        forward_peak: Transient bytes of the forward, above its input and `saved`.
+        backward_peak: Transient bytes of the backward, above its input, `saved` and the gradients of input and output.
+        movable: Whether what it keeps can be copied to the host and back.
+    """
+
+    name: str
+    saved: int
+    forward: float
+    backward: float
+    forward_peak: int = 0
+    backward_peak: int = 0
+    movable: bool = True
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stage of a chain: a block, or the head with the loss.
+
+    Attributes:
+        name: Name of the stage's module.
+        output: Bytes of the stage's output, and of its gradient; 0 for a loss.
+        modes: Ways in which the stage runs with gradients; the first keeps everything.
+        forward_peak: Transient bytes of a forward that keeps nothing, above its input and output. Such a forward takes
+            the first mode's `forward` seconds.
+        gathered: Bytes of the stage's parameters that a sharding strategy gathers for its forward. In backward they
+            stay gathered from a recomputation to the stage's own backward.
+    """
+
+    name: str
+    output: int
+    modes: tuple[Mode, ...]
+    forward_peak: int = 0
+    gathered: int = 0
+
+    @property
+    def forward(self) -> float:
+        """Seconds of a forward that keeps nothing."""
+        return self.modes[0].forward
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages that run one after another, each on the output of the one before.
+
+    Attributes:
+        stages: The blocks of a plan, then the head with the loss. The last stage is never recomputed.
+        input: Bytes of the first stage's input, which stays on the device until the first stage's backward.
+
+    Raises:
+        DloError: A chain without stages, a stage without modes, a size or time that is negative or not finite, or a
+            mode that saves less than the stage's output.
+    """
+
+    stages: tuple[Stage, ...]
+    input: int
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise DloError("stages must have at least one stage, got none; give the plan's blocks and the head")
+        _check_number("chain", "input", self.input)
+        for index, stage in enumerate(self.stages):
+            where = f"stage {index} ({stage.name})"
+            if not stage.modes:
+                raise DloError(f"modes of {where} must have at least one mode, got none; give the one that keeps all")
+            for key in ("output", "forward_peak", "gathered"):
+                _check_number(where, key, getattr(stage, key))
+            for mode in stage.modes:
+                for key in ("saved", "forward", "backward", "forward_peak", "backward_peak"):
+                    _check_number(f"mode {mode.name} of {where}", key, getattr(mode, key))
+                if mode.saved < stage.output:
+                    raise DloError(
+                        f"saved of mode {mode.name} of {where} must include its output of {stage.output} bytes, got"
+                        f" {mode.saved}; add the output's bytes"
+                    )
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def input_of(self, stage: int) -> int:
+        """Returns the bytes of a stage's input, which are also those of the input's gradient."""
+        return self.stages[stage - 1].output if stage else self.input
+
+    def interior(self, stage: int, mode: int = 0) -> int:
+        """Returns the bytes that a stage keeps for backward besides its input and output."""
+        return self.stages[stage].modes[mode].saved - self.stages[stage].output
+
+    @property
+    def kept_time(self) -> float:
+        """Seconds of forward and backward of all stages in their first modes: a step without recomputation."""
+        return sum(stage.modes[0].forward + stage.modes[0].backward for stage in self.stages)
+
+
+def _check_number(where: str, key: str, value: float) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise DloError(f"{key} of {where} must be a finite number of at least 0, got {value}; measure it again")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Link on which the copies of each direction run in the order of their issue, beside computation.
+
+    Attributes:
+        to_host: Bytes per second from the device to the host.
+        to_device: Bytes per second from the host to the device.
+
+    Raises:
+        DloError: A rate that is not a finite number above 0.
+    """
+
+    to_host: float
+    to_device: float
+
+    def __post_init__(self) -> None:
+        for key in ("to_host", "to_device"):
+            if not 0 < (value := getattr(self, key)) < math.inf:
+                raise DloError(
+                    f"{key} must be a finite number of bytes per second above 0, got {value}; 25e9 is that of PCIe 4"
+                )
 
 
 @dataclass(frozen=True)
@@ -93,21 +230,16 @@ class Schedule:
     """
 
     nodes: tuple[Node, ...]
-    time: float
-    peak: int
+    time: float = 0.0
+    peak: int = 0
     transfers: tuple[Transfer, ...] = ()
     waited: float = 0.0
-
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """Operations of a step, in the order of their issue."""
-        return tuple(list_operations(self.nodes, self.transfers))
 
     @property
     def forwards(self) -> tuple[int, ...]:
         """Number of forwards of each stage in a step."""
         runs = (OperationKind.RUN, OperationKind.SAVE)
-        counts = Counter(operation.stage for operation in list_operations(self.nodes) if operation.kind in runs)
+        counts = Counter(operation.stage for operation in list_operations(self) if operation.kind in runs)
         return tuple(counts[stage] for stage in range(self.nodes[-1].last + 1))
 
 
@@ -152,64 +284,50 @@ class Operation:
     drops_input: bool = False
 
 
-def list_operations(nodes: Sequence[Node], transfers: Sequence[Transfer] = ()) -> list[Operation]:
-    """Returns the operations of a step, in the order of their issue."""
-    return list(_Walk(nodes, transfers).step())
+def list_operations(schedule: Schedule) -> Iterator[Operation]:
+    """Yields the operations of a step, in the order of their issue."""
+    nodes, by_node = schedule.nodes, {item.node: item for item in schedule.transfers}
+    runs: Counter[int] = Counter()
 
+    def count(stage: int) -> int:
+        runs[stage] += 1
+        return runs[stage] - 1
 
-class _Walk:
-    """Walk over the nodes of a schedule in the order of a step.
-
-    Args:
-        nodes: Nodes of the schedule.
-        transfers: Copies of the offloaded nodes.
-    """
-
-    def __init__(self, nodes: Sequence[Node], transfers: Sequence[Transfer]) -> None:
-        self.nodes, self.transfers = nodes, {item.node: item for item in transfers}
-        self.runs: dict[int, int] = {}
-
-    def step(self) -> Iterator[Operation]:
-        released = sorted(self.transfers.values(), key=lambda item: item.node)
-        for index, node in enumerate(self.nodes):
-            yield from (self.copy(OperationKind.RELEASE, item.node) for item in released if item.release == index)
-            yield from self.forward(node, index)
-            if index in self.transfers:
-                yield self.copy(OperationKind.OFFLOAD, index)
-        yield from (self.copy(OperationKind.RELEASE, item.node) for item in released if item.release >= len(self.nodes))
-        for index in reversed(range(len(self.nodes))):
-            prefetched = (item for item in reversed(released) if item.prefetch == index)
-            yield from (self.copy(OperationKind.PREFETCH, item.node) for item in prefetched)
-            if index in self.transfers:
-                yield self.copy(OperationKind.ARRIVE, index)
-            yield from self.backward(self.nodes[index], index)
-
-    def forward(self, node: Node, index: int) -> Iterator[Operation]:
+    def forward(node: Node, index: int) -> Iterator[Operation]:
         if isinstance(node, Keep):
-            yield Operation(OperationKind.SAVE, node.stage, index, node.mode, self.count(node.stage))
+            yield Operation(OperationKind.SAVE, node.stage, index, node.mode, count(node.stage))
             return
         for stage in range(node.first, node.last + 1):
-            yield Operation(OperationKind.RUN, stage, index, run=self.count(stage), drops_input=stage > node.first)
+            yield Operation(OperationKind.RUN, stage, index, run=count(stage), drops_input=stage > node.first)
 
-    def backward(self, node: Node, index: int) -> Iterator[Operation]:
+    def backward(node: Node, index: int) -> Iterator[Operation]:
         if isinstance(node, Keep):
-            yield Operation(OperationKind.BACKWARD, node.stage, index, node.mode, self.runs[node.stage] - 1)
+            yield Operation(OperationKind.BACKWARD, node.stage, index, node.mode, runs[node.stage] - 1)
             return
         for item in node.inner:
-            yield from self.forward(item, index)
+            yield from forward(item, index)
         for item in reversed(node.inner):
-            yield from self.backward(item, index)
+            yield from backward(item, index)
 
-    def copy(self, kind: OperationKind, index: int) -> Operation:
-        node = self.nodes[index]
+    def copy(kind: OperationKind, index: int) -> Operation:
+        node = nodes[index]
         return Operation(kind, node.first, index, node.mode if isinstance(node, Keep) else 0)
 
-    def count(self, stage: int) -> int:
-        self.runs[stage] = self.runs.get(stage, 0) + 1
-        return self.runs[stage] - 1
+    for index, node in enumerate(nodes):
+        yield from (copy(OperationKind.RELEASE, item.node) for item in schedule.transfers if item.release == index)
+        yield from forward(node, index)
+        if index in by_node:
+            yield copy(OperationKind.OFFLOAD, index)
+    yield from (copy(OperationKind.RELEASE, item.node) for item in schedule.transfers if item.release >= len(nodes))
+    for index in reversed(range(len(nodes))):
+        prefetched = (item.node for item in reversed(schedule.transfers) if item.prefetch == index)
+        yield from (copy(OperationKind.PREFETCH, node) for node in prefetched)
+        if index in by_node:
+            yield copy(OperationKind.ARRIVE, index)
+        yield from backward(nodes[index], index)
 
 
-def check_nodes(chain: Chain, nodes: Sequence[Node], transfers: Sequence[Transfer] = ()) -> None:
+def check_schedule(chain: Chain, schedule: Schedule) -> None:
     """Checks that nodes and copies are a schedule of a chain.
 
     Raises:
@@ -217,6 +335,7 @@ def check_nodes(chain: Chain, nodes: Sequence[Node], transfers: Sequence[Transfe
             that ends in a region, an offloaded node inside a region or without a transfer, or a transfer whose points
             are not after its node.
     """
+    nodes, transfers = schedule.nodes, schedule.transfers
     _check_sequence(chain, nodes, 0, len(chain) - 1)
     offloaded = [index for index, node in enumerate(nodes) if node.offload]
     if offloaded != [item.node for item in transfers]:
@@ -277,3 +396,292 @@ def shift_nodes(nodes: Sequence[Node], by: int) -> tuple[Node, ...]:
             inner = shift_nodes(node.inner, by)
             shifted.append(Recompute(node.first + by, node.last + by, inner, node.offload))
     return tuple(shifted)
+
+
+@dataclass(frozen=True)
+class TimedOperation:
+    """Operation with its time and memory.
+
+    Attributes:
+        operation: Operation.
+        start: Second at which it starts; for a wait, that at which the device begins to wait.
+        end: Second at which it ends.
+        peak: Bytes on the device while it runs, with its transient bytes.
+        memory: Bytes on the device after it.
+    """
+
+    operation: Operation
+    start: float
+    end: float
+    peak: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of a simulation.
+
+    Attributes:
+        time: Seconds of the step.
+        peak: Peak of memory in bytes.
+        operations: Operations with their time and memory, in the order of issue.
+        waited: Seconds in which the device waits for copies.
+    """
+
+    time: float
+    peak: int
+    operations: tuple[TimedOperation, ...]
+    waited: float
+
+
+def simulate(chain: Chain, schedule: Schedule, link: Link | None = None) -> Simulation:
+    """Returns time and memory of a schedule.
+
+    Args:
+        chain: Chain that the schedule is of.
+        schedule: Schedule; its predicted time and peak are not read.
+        link: Link of the copies; needed if the schedule offloads.
+
+    Raises:
+        DloError: A schedule that does not fit the chain, or that offloads without a link.
+    """
+    check_schedule(chain, schedule)
+    if schedule.transfers and link is None:
+        raise DloError("link must be given for a schedule that offloads, got None; give Link(to_host, to_device)")
+    device = _Device(chain, schedule.nodes, link)
+    for operation in list_operations(schedule):
+        device.issue(operation)
+    return Simulation(device.clock, max(row.peak for row in device.rows), tuple(device.rows), device.waited)
+
+
+def predict(
+    chain: Chain, nodes: Sequence[Node], transfers: Sequence[Transfer] = (), link: Link | None = None
+) -> Schedule:
+    """Returns the schedule that nodes and copies are, with its simulated time and peak."""
+    schedule = Schedule(tuple(nodes), transfers=tuple(transfers))
+    found = simulate(chain, schedule, link)
+    return replace(schedule, time=found.time, peak=found.peak, waited=found.waited)
+
+
+_Tensor = tuple[str, int]
+
+
+@dataclass
+class _Device:
+    """State of the simulated device.
+
+    Attributes:
+        chain: Chain.
+        nodes: Nodes of the schedule.
+        link: Link of the copies.
+        clock: Second at which the device has run all operations so far.
+        memory: Bytes in use.
+        alive: Bytes and second of allocation of each tensor in memory.
+        needed: Stages whose backward has not run since they were kept: their output stays in memory.
+    """
+
+    chain: Chain
+    nodes: Sequence[Node]
+    link: Link | None
+    clock: float = 0.0
+    memory: int = 0
+    waited: float = 0.0
+    alive: dict[_Tensor, int] = field(default_factory=dict)
+    needed: set[int] = field(default_factory=set)
+    rows: list[TimedOperation] = field(default_factory=list)
+    link_free: dict[OperationKind, float] = field(default_factory=dict)
+    copied: dict[tuple[OperationKind, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.allocate(("input", 0), self.chain.input)
+        self.allocate(("gradient", len(self.chain)), self.chain.stages[-1].output)
+
+    def issue(self, operation: Operation) -> None:
+        match operation.kind:
+            case OperationKind.RUN | OperationKind.SAVE:
+                self.forward(operation)
+            case OperationKind.BACKWARD:
+                self.backward(operation)
+            case OperationKind.OFFLOAD | OperationKind.PREFETCH:
+                self.copy(operation)
+            case OperationKind.RELEASE | OperationKind.ARRIVE:
+                self.wait(operation)
+
+    def forward(self, operation: Operation) -> None:
+        stage, saves = self.chain.stages[operation.stage], operation.kind is OperationKind.SAVE
+        mode = stage.modes[operation.mode if saves else 0]
+        start, self.clock = self.clock, self.clock + (mode.forward if saves else stage.forward)
+        self.allocate(("input", operation.stage + 1), stage.output)
+        if saves:
+            self.allocate(("saved", operation.stage), mode.saved - stage.output)
+            self.needed.add(operation.stage)
+        peak = self.memory + (mode.forward_peak if saves else stage.forward_peak)
+        if operation.drops_input:
+            self.free(("input", operation.stage))
+        if operation.run > 0 and ("gathered", operation.stage) not in self.alive:
+            self.allocate(("gathered", operation.stage), stage.gathered)
+        self.record(operation, start, peak)
+
+    def backward(self, operation: Operation) -> None:
+        index = operation.stage
+        mode = self.chain.stages[index].modes[operation.mode]
+        start, self.clock = self.clock, self.clock + mode.backward
+        if ("gathered", index) in self.alive:  # Backward gathers them in any schedule.
+            self.free(("gathered", index))
+        self.allocate(("gradient", index), self.chain.input_of(index))
+        peak = self.memory + mode.backward_peak
+        self.needed.remove(index)
+        self.free(("saved", index))
+        self.free(("gradient", index + 1))
+        if ("input", index + 1) in self.alive:
+            self.free(("input", index + 1))
+        if index - 1 not in self.needed:
+            self.free(("input", index))
+        self.record(operation, start, peak)
+
+    def copy(self, operation: Operation) -> None:
+        assert self.link is not None
+        out = operation.kind is OperationKind.OFFLOAD
+        tensors = self.bundle(operation)
+        if not out:
+            for tensor, size in tensors.items():
+                self.allocate(tensor, size)
+        ready = 0.0 if out else self.copied[OperationKind.OFFLOAD, operation.node]
+        start = max(self.clock, self.link_free.get(operation.kind, 0.0), ready)
+        end = start + sum(tensors.values()) / (self.link.to_host if out else self.link.to_device)
+        self.link_free[operation.kind] = self.copied[operation.kind, operation.node] = end
+        self.rows.append(TimedOperation(operation, start, end, self.memory, self.memory))
+
+    def wait(self, operation: Operation) -> None:
+        out = operation.kind is OperationKind.RELEASE
+        start = self.clock
+        ready = self.copied[OperationKind.OFFLOAD if out else OperationKind.PREFETCH, operation.node]
+        self.clock = max(start, ready)
+        self.waited += self.clock - start
+        peak = self.memory
+        for tensor in self.bundle(operation) if out else ():
+            self.free(tensor)
+        self.record(operation, start, peak)
+
+    def bundle(self, operation: Operation) -> dict[_Tensor, int]:
+        """Returns the tensors of a node's copies with their bytes; the chain's input is never copied."""
+        node = self.nodes[operation.node]
+        tensors = {("input", node.first): self.chain.input_of(node.first)} if node.first else {}
+        if isinstance(node, Keep):
+            tensors["saved", node.stage] = self.chain.interior(node.stage, node.mode)
+        return tensors
+
+    def allocate(self, tensor: _Tensor, size: int) -> None:
+        self.alive[tensor] = size
+        self.memory += size
+
+    def free(self, tensor: _Tensor) -> None:
+        self.memory -= self.alive.pop(tensor)
+
+    def record(self, operation: Operation, start: float, peak: int) -> None:
+        self.rows.append(TimedOperation(operation, start, self.clock, peak, self.memory))
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """Bytes of an outermost node of a schedule; each count leaves out the chain's input.
+
+    Attributes:
+        bundle: Bytes that the node keeps between its forward and its backward, and that its copies hold: its input, and
+            for a :class:`Keep` what it keeps besides input and output. The output is the next node's input.
+        forward: Bytes of the node's own while its forward runs, with its input.
+        backward: Bytes of the node's own while its backward runs, with its input and the gradients.
+    """
+
+    bundle: int
+    forward: int
+    backward: int
+
+
+def node_costs(chain: Chain, node: Node) -> NodeCosts:
+    """Returns the bytes of a node."""
+    own_input = chain.input_of(node.first) if node.first else 0
+    gradient = chain.stages[-1].output  # Of the chain's output, which is there from the start.
+    if isinstance(node, Keep):
+        mode = chain.stages[node.stage].modes[node.mode]
+        gradients = chain.input_of(node.stage) + chain.stages[node.stage].output
+        return NodeCosts(
+            own_input + chain.interior(node.stage, node.mode),
+            gradient + own_input + mode.saved + mode.forward_peak,
+            own_input + mode.saved + gradients + mode.backward_peak,
+        )
+    part = Chain(chain.stages[node.first : node.last + 1], chain.input_of(node.first))
+    inner = predict(part, shift_nodes(node.inner, -node.first)).peak - part.input
+    return NodeCosts(own_input, gradient + own_input + region_peak(chain, node.first, node.last), own_input + inner)
+
+
+def offloaded_bytes(chain: Chain, schedule: Schedule) -> int:
+    """Returns the bytes that a schedule copies to the host, and back."""
+    return sum(node_costs(chain, schedule.nodes[item.node]).bundle for item in schedule.transfers)
+
+
+def region_peak(chain: Chain, first: int, last: int) -> int:
+    """Returns the bytes that forwards of the stages `first` to `last` need that keep nothing, without their input."""
+    peak = 0
+    for index in range(first, last + 1):
+        stage = chain.stages[index]
+        own_input = chain.input_of(index) if index > first else 0
+        peak = max(peak, own_input + stage.output + stage.forward_peak)
+    return peak
+
+
+def plan_transfers(chain: Chain, nodes: Sequence[Node], budget: int) -> tuple[Transfer, ...]:
+    """Returns the copies of a schedule's offloaded nodes.
+
+    Args:
+        chain: Chain.
+        nodes: Nodes of the schedule.
+        budget: Bytes for all that forward and backward of the chain allocate, and for its input.
+
+    Raises:
+        DloError: The nodes that stay on the device do not fit in the budget.
+    """
+    costs = [node_costs(chain, node) for node in nodes]
+    resident = [chain.input]  # Before each node: the chain's input, and what nodes before it keep on the device.
+    for node, cost in zip(nodes, costs, strict=True):
+        resident.append(resident[-1] + (0 if node.offload else cost.bundle))
+    free = [budget - held - cost.forward for held, cost in zip(resident, costs, strict=False)]
+    free_later = [budget - held - cost.backward for held, cost in zip(resident, costs, strict=False)]
+    short = min(*free, *free_later)
+    if short < 0:
+        raise DloError(
+            f"budget must be at least {budget - short} bytes ({format_bytes(budget - short)}) for these nodes, got"
+            f" {budget} ({format_bytes(budget)}); offload more nodes, or recompute more"
+        )
+    offloaded = [index for index, node in enumerate(nodes) if node.offload]
+    releases = _release(offloaded, costs, free)
+    prefetches = _prefetch(offloaded, costs, free_later)
+    return tuple(Transfer(index, releases[index], prefetches[index]) for index in offloaded)
+
+
+def _release(offloaded: Sequence[int], costs: Sequence[NodeCosts], free: Sequence[int]) -> dict[int, int]:
+    """Returns the node before whose forward each offloaded node's memory is released: the last before it is needed."""
+    found = dict.fromkeys(offloaded, len(free))
+    pending: list[int] = []
+    for index, left in enumerate(free):
+        while sum(costs[item].bundle for item in pending) > left:
+            found[pending.pop(0)] = index
+        if index in found:
+            pending.append(index)
+    return found
+
+
+def _prefetch(offloaded: Sequence[int], costs: Sequence[NodeCosts], free: Sequence[int]) -> dict[int, int]:
+    """Returns the node before whose backward each copy to the device begins: the earliest from which there is memory.
+
+    Copies begin in the order in which they are needed: none before that of a later node.
+    """
+    left, found = list(free), {}
+    earliest = len(free) - 1
+    for index in reversed(offloaded):
+        start = index  # During its own backward, a node's bytes are counted in its costs.
+        while start < earliest and left[start + 1] >= costs[index].bundle:
+            start += 1
+            left[start] -= costs[index].bundle
+        found[index] = earliest = start
+    return found

@@ -64,14 +64,12 @@ def test_simulated_ranks_have_the_runs_precision(
 ) -> None:
     """With float16 as if it were bf16, each plan that gathers float16 was refused, on a GPU without bf16 too."""
     words = ["plan", "--config", config, "--gpus", "4", "--machine", "v100", "--fix", "pp=1", "--fix", "tp=1", "--json"]
-    for precision in ("16", "16-true"):  # `16` is `16-mixed`.
-        out = str(tmp_path / precision)
-        assert main([*words, "--trainer.precision", precision, "--top", "1", "--out", out]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert all(plan["verified"] for plan in found["plans"])
-        assert not [row["text"] for row in found["rejected"] if row["kind"] == "refused"], precision
-        assert main(["mesh", "--config", f"{out}/plan_1.yaml", "--trainer.precision", precision]) == 0
-        capsys.readouterr()
+    precision = ["--trainer.precision", "16"]  # It is `16-mixed`.
+    assert main([*words, *precision, "--top", "1", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(plan["verified"] for plan in found["plans"])
+    assert not [row["text"] for row in found["rejected"] if row["kind"] == "refused"]
+    assert main(["mesh", "--config", str(tmp_path / "plan_1.yaml"), *precision]) == 0
 
 
 def test_no_options_are_a_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +132,6 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     assert offloads["class_path"] == "Rotor"
     assert offloads["init_args"]["offload"] is True
     assert "   offloading has run on one GPU, in a small model, and its speed" in capsys.readouterr().out
-    assert plan("--fix", "zero=1")["strategy"] == {"class_path": "ZeroStrategy", "init_args": {"stage": 1}}
     strategy = plan("--fix", "zero=1", "--fix", "reduce=bfloat16", *mixed)["strategy"]
     assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 

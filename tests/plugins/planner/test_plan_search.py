@@ -134,7 +134,7 @@ def test_a_slow_link_offloads_nothing_and_a_machine_without_one_refuses() -> Non
         PlanSearch(search.profile, replace(search.machine, host=None), StateFormat(), fixed)
     with pytest.raises(DloError, match=r"must be for accelerators with links.host, got h100 of CPUs"):
         PlanSearch(search.profile, replace(search.machine, device="cpu"), StateFormat(), fixed)
-    with pytest.raises(DloError, match="--fix offload must be true or false, got yes"):
+    with pytest.raises(DloError, match="--fix offload must be one of false, true, got yes"):
         _search(offload="yes")
     with pytest.raises(DloError, match="must come with Rotor, which offloads, got recompute=full"):
         _search(offload="true", recompute="full")
@@ -230,18 +230,6 @@ def test_zero_1_keeps_full_parameters_and_takes_the_time_of_zero_2() -> None:
     assert memory.optimizer == search.profile.parameters * 8 / 8
 
 
-def test_zero_and_micro_batches_change_memory_as_they_should() -> None:
-    search = _search()
-    plain = Layout(MeshSpec(dp_replicate=8, dp_shard=1), 1, 4, zero=0)
-    sharded = replace(plain, mesh=MeshSpec(dp_shard=8), zero=3)
-    of = {layout: search.memory.largest(layout) for layout in (plain, sharded, replace(sharded, reduce_each=True))}
-    base, zero3, each = of.values()
-    assert zero3.parameters == base.parameters / 8
-    assert zero3.optimizer == base.optimizer / 8
-    assert each.gradients < zero3.gradients < base.gradients * 1.2
-    assert base.activations == zero3.activations
-
-
 def test_a_pipelines_first_stage_keeps_most_micro_batches() -> None:
     search = _search()
     layout = Layout(MeshSpec(pp=4, dp_shard=1, dp_replicate=2), 1, 16, "1F1B", 1, (2, 2, 2, 2), 0)
@@ -270,22 +258,6 @@ def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
         assert largest(found) == pytest.approx(largest(balance_stages([1.0] * blocks, stages, stem, head)))
 
 
-@pytest.mark.parametrize("memory", [3e9, 1e9])
-def test_blocks_leave_the_longest_stage_while_that_is_faster(memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _search(memory=memory, pp="4", schedule="1F1B").run().candidates[0]
-    monkeypatch.setattr(PlanSearch, "_resplit", lambda self, candidate: candidate)
-    search = _search(memory=memory, pp="4", schedule="1F1B")
-    before = search.run().candidates[0]
-    assert found.memory.total <= memory
-    assert sum(found.split) == sum(before.split) == 8
-    if memory == 3e9:
-        assert found.layout.split == found.split != before.split
-        assert found.time.total < 0.97 * before.time.total
-        assert search.times.step(found.layout).total == found.time.total
-    else:  # Each stage recomputes as much as the others.
-        assert found.time.total == before.time.total
-
-
 def test_varuna_keeps_inputs_and_recomputes_before_each_backward() -> None:
     found = _search(pp="4", schedule="varuna").run().candidates
     assert {candidate.layout.schedule for candidate in found} == {"Varuna"}
@@ -299,11 +271,6 @@ def test_varuna_keeps_inputs_and_recomputes_before_each_backward() -> None:
     for rank, inputs in zip(ranks[1:3], (5, 2), strict=True):
         assert rank.activations == pytest.approx(2 * kept + (inputs + 1) * hidden, rel=0.02)
     assert ranks[0].total < search.memory.ranks(plain)[0].total
-    walk = replace(search.machine, device="cpu")
-    on_cpu = [
-        PlanSearch(search.profile, walk, StateFormat(), search.request).memory.ranks(of)[0] for of in (varuna, plain)
-    ]
-    assert on_cpu[0].activations < 0.5 * on_cpu[1].activations
     time, full = search.times.step(varuna), search.times.step(replace(plain, recompute="full"))
     assert search.times.step(plain).total < time.total < full.total
     forward = search.times._costs(search.times.stages(varuna)[0], varuna)[0]  # Of the slowest rank, with the stem.
@@ -331,13 +298,10 @@ def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
     time = search.times.step(late)
     assert time.bubble < 0.2 * search.times.step(plain).bubble
     assert search.times.step(late, exact=False).total <= time.total
-    for device in ("cuda", "cpu"):
-        machine = replace(search.machine, device=device)
-        memory = PlanSearch(search.profile, machine, StateFormat(), search.request).memory
-        for rank, (one, two) in enumerate(zip(memory.ranks(plain), memory.ranks(late), strict=True)):
-            assert two.parameters == pytest.approx(one.parameters * (2 if rank < 3 else 1))
-            assert two.gradients - one.gradients == pytest.approx(one.parameters)
-            assert two.activations == one.activations
+    for rank, (one, two) in enumerate(zip(search.memory.ranks(plain), search.memory.ranks(late), strict=True)):
+        assert two.parameters == pytest.approx(one.parameters * (2 if rank < 3 else 1))
+        assert two.gradients - one.gradients == pytest.approx(one.parameters)
+        assert two.activations == one.activations
 
 
 def test_steps_in_backward_have_sharded_data_parallelism_and_one_micro_batch() -> None:

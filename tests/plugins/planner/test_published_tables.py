@@ -87,17 +87,11 @@ def test_three_models_of_megatron_from_data_sheets() -> None:
 
 
 @pytest.mark.slow
-def test_megatron_from_data_sheets_and_calibrated_on_three_rows() -> None:
+def test_megatron_from_data_sheets() -> None:
     machine = load_machine("a100")
     errors = {name: _sc21_error(name, machine) for name in SC21}
     assert mean(map(abs, errors.values())) < 0.06
     assert max(map(abs, errors.values())) < 0.1
-    for rows in (("1.7B", "39B", "530B"), ("3.6B", "76B", "1T"), ("18B", "145B", "310B")):
-        factor = mean(1 / (1 + errors[name]) for name in rows)
-        calibrated = replace(machine, efficiency=machine.efficiency / factor, bandwidth=machine.bandwidth / factor)
-        left = [abs(_sc21_error(name, calibrated)) for name in SC21 if name not in rows]
-        assert mean(left) < 0.04
-        assert max(left) < 0.08
 
 
 def test_korthikanti_from_data_sheets() -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.planner import rank_verification
 from dlo_plugins.planner.layout import Layout, Request, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
@@ -36,7 +35,7 @@ def _planned(layout: Layout, **changes: Any) -> tuple[Candidate, list[RankMemory
     return found, memory.ranks(layout), verify
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(dp_shard=4), MeshSpec(pp=2, dp_shard=2), MeshSpec(dp_shard=2, tp=2)])
+@pytest.mark.parametrize("mesh", [MeshSpec(pp=2, dp_shard=2), MeshSpec(dp_shard=2, tp=2)])
 def test_even_shards_are_as_predicted(mesh: MeshSpec) -> None:
     found, ranks, verify = _planned(Layout(mesh, 1, 4))
     verified = verify(found, ranks)
@@ -115,28 +114,6 @@ def test_a_schedule_that_ranks_cannot_run_is_refused_on_all_meshes() -> None:
     assert "ZBV" not in schedules
     assert len(schedules) == 5
     assert set(schedules) <= set(seen) | {"1F1B"}
-
-
-def test_equal_steps_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step depends on the axes, not on the sizes of data parallelism, the budget or the number of micro-batches."""
-    found, ranks, verify = _planned(Layout(MeshSpec(dp_shard=4), 1, 1))
-    with_limit(verify, 10.0)
-    rehearsed: list[MeshSpec] = []
-    step = rank_verification.rehearse_step
-
-    def count(strategy: Any, task: Any, mesh: MeshSpec, datamodule: Any, **options: Any) -> None:
-        rehearsed.append(mesh)
-        step(strategy, task, mesh, datamodule, **options)
-
-    monkeypatch.setattr(rank_verification, "rehearse_step", count)
-    for mesh, others in (
-        (MeshSpec(dp_shard=4), {}), (MeshSpec(dp_shard=8), {"micro_batches": 4}), (MeshSpec(dp_shard=4, cp=2), {}),
-        (MeshSpec(dp_shard=2, cp=4), {}), (MeshSpec(dp_shard=4), {"recompute": "full"}),
-    ):  # fmt: skip
-        verified = verify(replace(found, layout=replace(found.layout, mesh=mesh, **others)), ranks)
-        assert isinstance(verified, Candidate), verified
-        assert verified.is_verified
-    assert rehearsed == [MeshSpec(dp_shard=2), MeshSpec(dp_shard=2, cp=2), MeshSpec(dp_shard=2)]
 
 
 def test_a_short_mesh_has_the_same_axes() -> None:

@@ -6,18 +6,13 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
-from dlo_plugins.remat.offload import LinkQueues, OffloadProgram, solve_offload
-from dlo_plugins.remat.rotor import LeastMemory, keep_fastest, solve
-from dlo_plugins.remat.rotor_table import RotorTable
-from dlo_plugins.remat.schedule import Keep, Transfer
-from dlo_plugins.remat.schedule_simulation import predict, simulate
-from dlo_plugins.remat.transfer_plan import plan_transfers
-from support.remat_chains import CHAINS, equal_chain, random_chain, random_nodes
+from dlo_plugins.remat.offload import OffloadProgram, solve_offload
+from dlo_plugins.remat.rotor import LeastMemory, RotorTable, keep_fastest, solve
+from dlo_plugins.remat.schedule import Chain, Keep, Link, Mode, Stage, Transfer, plan_transfers, predict, simulate
+from support.remat_chains import equal_chain, random_chain, random_nodes
 from support.remat_events import all_offloaded, run_events
 
 
@@ -111,19 +106,14 @@ def check_against_enumeration(rng, count, longest):
     return total, offloads
 
 
-def test_the_program_equals_enumeration():
-    total, offloads = check_against_enumeration(random.Random(2), 80, 4)
-    assert total > 40
-    assert offloads > 15
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_the_program_equals_enumeration_of_six_stages():
-    total, offloads = check_against_enumeration(random.Random(3), 300, 6)
-    print(f"{total} budgets, offloading in {offloads}")
-    assert total > 150
-    assert offloads > 80
+@pytest.mark.parametrize(
+    ("seed", "count", "longest", "offloads"),
+    [(2, 60, 4, 12), pytest.param(3, 300, 6, 80, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+)
+def test_the_program_equals_enumeration(seed, count, longest, offloads):
+    total, found = check_against_enumeration(random.Random(seed), count, longest)
+    assert total > count / 2
+    assert found > offloads
 
 
 def test_the_charge_is_the_simulated_time():
@@ -146,18 +136,6 @@ def test_the_charge_is_the_simulated_time():
         assert times[0] <= min(times) + 1e-9
         merged += times[2] > times[0] + 1e-9
     assert merged > 0
-
-
-@pytest.mark.parametrize(("name", "rate"), [("vit", 12e9), ("resnet", 25e9)])
-def test_a_third_of_the_recomputation_goes(name, rate):
-    """At three budgets, with a V100's compute: ViT's blocks on PCIe 3; ResNet's, with more bytes a FLOP, on PCIe 4."""
-    chain, link = CHAINS[name](), Link(rate, rate)
-    fastest = keep_fastest(chain)
-    for share in (0.5, 0.65, 0.8):
-        budget = int(share * fastest.peak)
-        alone, schedule = solve(chain, budget), solve_offload(chain, budget, link, states=300)
-        assert schedule.peak <= budget
-        assert schedule.time - fastest.time <= 0.7 * (alone.time - fastest.time)
 
 
 def test_edges():
@@ -189,32 +167,3 @@ def test_a_budget_that_offloading_alone_makes_enough():
     schedule = solve_offload(chain, 6, Link(1.0, 1.0))
     assert schedule.peak == 6
     assert schedule.time == best_of_all(chain, 6, Link(1.0, 1.0)) == 27
-
-
-def test_queues_of_a_link_are_those_by_definition():
-    """Bundles as a list of remaining bytes and sizes, one queue at a time; two of them where a queue is full."""
-    rng = random.Random(6)
-    for places in (1, 3, 8):
-        queue, bundles = LinkQueues.empty(places), []  # Of each bundle, bytes to copy and size.
-        for _ in range(300):
-            if rng.random() < 0.4:
-                size = rng.randint(1, 9)
-                queue = queue.append(np.array([size]))
-                bundles.append([size, size])
-                if len(bundles) > places:
-                    (left, oldest), *bundles = bundles
-                    bundles[0] = [left + bundles[0][0], oldest + bundles[0][1]]
-            else:
-                count = rng.randint(0, 6)
-                queue = queue.copy(np.array([count]))
-                while bundles and count:
-                    copied = min(count, bundles[0][0])
-                    bundles[0][0] -= copied
-                    count -= copied
-                    bundles = bundles[bundles[0][0] == 0 :]
-            assert queue.total == sum(left for left, _ in bundles)
-            assert queue.held[0] == sum(size for _, size in bundles)
-            free, needed, rest = rng.randint(0, 12), 0, list(bundles)
-            while sum(size for _, size in rest) > free:
-                needed += rest.pop(0)[0]
-            assert queue.bytes_until(np.array([free])) == needed

@@ -13,16 +13,13 @@ from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.remat import host_link
 from dlo_plugins.remat.allocation_log import AllocationLog
-from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
-from dlo_plugins.remat.host_link import LinkClock, SimulatedLink, StreamLink
+from dlo_plugins.remat.host_link import SimulatedLink, StreamLink
+from dlo_plugins.remat.planning import draw_schedule
 from dlo_plugins.remat.rotor import keep_fastest
-from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
-from dlo_plugins.remat.schedule_plot import draw_schedule
-from dlo_plugins.remat.schedule_simulation import predict
+from dlo_plugins.remat.schedule import Chain, Keep, Link, Mode, Recompute, Schedule, Stage, plan_transfers, predict
 from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
-from dlo_plugins.remat.transfer_plan import plan_transfers
 from support.late import LateStream
-from support.rotor_runs import Seen, assert_same, train
+from support.rotor_runs import Seen, VirtualClock, assert_same, train
 
 FAST = "100GB/s"  # beside these blocks, so that all that helps is offloaded
 
@@ -37,7 +34,7 @@ def plain() -> Seen:
     return train("net", measures=True)
 
 
-@pytest.mark.parametrize("budget", ["80%", "60%", "40%"])
+@pytest.mark.parametrize("budget", ["80%", "40%"])
 def test_steps_are_the_same_and_the_devices_memory_is_within_the_budget(budget: str, plain: Seen) -> None:
     found = train("net", budget, measures=True, link=FAST)
     assert_same(plain, found)
@@ -108,7 +105,7 @@ def offloaded_blocks(blocks: list[Any], link: Any) -> ScheduledBlocks:
 
 def test_a_saved_tensor_that_changes_in_place_is_an_error_as_without_offloading() -> None:
     blocks = [Square(), Square(), Square(spoils=True), Square()]
-    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+    link = SimulatedLink(Link(1e9, 1e9), VirtualClock())
 
     def step() -> None:
         x = torch.ones(1, 64, requires_grad=True)
@@ -129,7 +126,7 @@ def test_a_saved_tensor_that_changes_in_place_is_an_error_as_without_offloading(
 
 def test_blocks_that_are_removed_after_an_error_leave_no_copies() -> None:
     blocks = [Square() for _ in range(4)]
-    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+    link = SimulatedLink(Link(1e9, 1e9), VirtualClock())
     executed = offloaded_blocks(blocks, link)
     x: torch.Tensor = torch.ones(1, 64, requires_grad=True)
     for block in blocks[:3]:  # The step fails before the backward.
@@ -142,7 +139,7 @@ def test_blocks_that_are_removed_after_an_error_leave_no_copies() -> None:
 def test_outputs_that_a_block_saves_leave_with_the_next_blocks_input() -> None:
     """Each tanh saves its output, which is the next block's input: one storage, which is copied once."""
     blocks = [Square() for _ in range(4)]
-    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+    link = SimulatedLink(Link(1e9, 1e9), VirtualClock())
     executed = offloaded_blocks(blocks, link)
     stored: list[int] = []
     original = link.store
@@ -166,27 +163,19 @@ def test_outputs_that_a_block_saves_leave_with_the_next_blocks_input() -> None:
 
 
 def test_a_simulated_link_takes_bytes_over_rate_in_each_direction() -> None:
-    clock = LinkClock(virtual=True)
+    clock = VirtualClock()
     link = SimulatedLink(Link(1e3, 2e3), clock)
     source = torch.arange(1000, dtype=torch.uint8)
-    begin = clock.now()
+    begin = clock.perf_counter()
     first, second = link.store(source), link.store(source)
     there = first.finish()
-    assert clock.now() - begin == pytest.approx(1.0, abs=0.05)
+    assert clock.perf_counter() - begin == pytest.approx(1.0, abs=0.05)
     back = link.load(there, torch.device("cpu"))
     second.finish()
-    assert clock.now() - begin == pytest.approx(2.0, abs=0.05)
+    assert clock.perf_counter() - begin == pytest.approx(2.0, abs=0.05)
     assert torch.equal(back.finish(), source)
-    assert clock.now() - begin == pytest.approx(2.0, abs=0.05)  # It took 0.5 s, beside the second copy.
+    assert clock.perf_counter() - begin == pytest.approx(2.0, abs=0.05)  # It took 0.5 s, beside the second copy.
     assert clock.waited == pytest.approx(2.0, abs=0.1)
-
-
-def test_a_copy_that_an_error_has_left_ends_before_the_next_step() -> None:
-    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
-    link.store(torch.ones(10))
-    assert len(link._running) == 1
-    link.finish_all()
-    assert not link._running
 
 
 def test_the_picture_has_the_copies() -> None:

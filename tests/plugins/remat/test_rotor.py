@@ -1,23 +1,18 @@
-"""Rotor against brute force over its schedules, and against the best of all schedules."""
+"""Rotor against brute force over its schedules."""
 
-import importlib
+import itertools
 import math
 import random
 import re
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.rotor import LeastMemory, keep_fastest, solve
-from dlo_plugins.remat.rotor_table import RotorTable
-from dlo_plugins.remat.schedule import Keep, Recompute
-from dlo_plugins.remat.schedule_simulation import predict, simulate
+from dlo_plugins.remat.rotor import LeastMemory, RotorTable, keep_fastest, solve, solve_alone
+from dlo_plugins.remat.schedule import Chain, Keep, Mode, Recompute, Stage, predict, simulate
 from support.remat_chains import equal_chain, random_chain, time_and_peak
-from support.remat_search import all_nodes, shortest_time
+from support.remat_search import all_nodes
 
 
 def brute_force(chain):
@@ -35,11 +30,12 @@ def check_against_brute_force(chain):
     found = brute_force(chain)
     least, most = min(peak for _, peak in found), keep_fastest(chain).peak
     assert LeastMemory(chain).budget == least
-    assert predicted_peak(chain) == least
+    assert time_and_peak(chain, LeastMemory(chain).nodes())[1] == least
     table, last = RotorTable(chain, most, 1), len(chain) - 1
     for budget in range(most + 1):
         best = best_within(found, budget)
-        assert table.time(0, last, budget - chain.input) == best
+        slots = budget - chain.input
+        assert (table.times(0, last)[slots] if slots >= 0 else math.inf) == best
         if budget < least:
             with pytest.raises(DloError, match=f"budget must be at least {least} bytes"):
                 solve(chain, budget)
@@ -50,10 +46,6 @@ def check_against_brute_force(chain):
         assert schedule.peak <= budget
 
 
-def predicted_peak(chain):
-    return time_and_peak(chain, LeastMemory(chain).nodes())[1]
-
-
 def chains(seed, count):
     """Yields random chains of at most 6 stages; the longer ones have fewer modes."""
     rng = random.Random(seed)
@@ -62,61 +54,10 @@ def chains(seed, count):
         yield random_chain(rng, length, modes=rng.randint(1, 2 if length < 5 else 1), loss=rng.random() < 0.8)
 
 
-def test_the_table_equals_brute_force():
-    for chain in chains(0, 150):
+@pytest.mark.parametrize(("seed", "count"), [(0, 100), pytest.param(1, 1000, marks=pytest.mark.slow)])
+def test_the_table_equals_brute_force(seed, count):
+    for chain in chains(seed, count):
         check_against_brute_force(chain)
-
-
-@pytest.mark.slow
-def test_the_table_equals_brute_force_on_a_thousand_chains():
-    for chain in chains(1, 1000):
-        check_against_brute_force(chain)
-
-
-def compare_with_all_schedules(seed, count, budgets):
-    """Returns the time over the best of all schedules, less 1, of random chains in random budgets in which any fits.
-
-    Budgets go from below the least to one in which everything is kept; the second value is the same for budgets in
-    which that is not so.
-    """
-    rng, gaps, tight = random.Random(seed), [], []
-    for _ in range(count):
-        length = rng.randint(3, 5)
-        chain = random_chain(rng, length, modes=rng.randint(1, 2) if length < 5 else 1)
-        low, high = LeastMemory(chain).budget - 3, keep_fastest(chain).peak + 2
-        for budget in {rng.randint(max(0, low), high) for _ in range(budgets)}:
-            best = shortest_time(chain, budget)
-            if math.isinf(best):
-                with pytest.raises(DloError):
-                    solve(chain, budget)
-                continue
-            schedule = solve(chain, budget)  # Feasible wherever any schedule is.
-            assert schedule.time >= best
-            gaps.append(schedule.time / best - 1)
-            if budget < high - 2:
-                tight.append(gaps[-1])
-    return gaps, tight
-
-
-def share_of_best(gaps):
-    return sum(gap == 0 for gap in gaps) / len(gaps)
-
-
-def test_most_schedules_are_the_best_of_all():
-    gaps, tight = compare_with_all_schedules(3, 40, 3)
-    assert len(gaps) > 60
-    assert share_of_best(gaps) >= 0.75  # Of a few chains; the thousand below are held to more.
-    assert sum(tight) / len(tight) < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_most_schedules_are_the_best_of_all_on_a_thousand_chains():
-    gaps, tight = compare_with_all_schedules(4, 1000, 3)
-    print(f"{len(gaps)} budgets: {share_of_best(gaps):.1%} best of all; {share_of_best(tight):.1%} of {len(tight)}")
-    print(f"slower by {sum(gaps) / sum(gap > 0 for gap in gaps):.1%} in the mean of the rest, {max(gaps):.1%} at most")
-    assert len(gaps) > 2000
-    assert share_of_best(gaps) >= 0.85
 
 
 def scaled(chain, rng, unit=10**6):
@@ -141,7 +82,7 @@ def scaled(chain, rng, unit=10**6):
     return Chain(tuple(stages), size(chain.input))
 
 
-@pytest.mark.parametrize("slots", [1, 7, 50, 500])
+@pytest.mark.parametrize("slots", [1, 50, 500])
 def test_sizes_that_are_not_whole_slots_stay_within_the_budget(slots):
     """And near the best: the loss is that of rounding."""
     rng, losses = random.Random(5), []
@@ -157,7 +98,7 @@ def test_sizes_that_are_not_whole_slots_stay_within_the_budget(slots):
         with pytest.raises(DloError, match=f"budget must be at least {least} bytes"):
             solve(chain, least - 1, slots)
     assert min(losses) >= 0
-    assert sum(losses) / len(losses) < {1: 0.5, 7: 0.1, 50: 0.02, 500: 0.002}[slots]
+    assert sum(losses) / len(losses) < {1: 0.5, 50: 0.02, 500: 0.002}[slots]
 
 
 def test_edges():
@@ -187,12 +128,7 @@ def test_subchains_are_those_of_chains_of_their_own():
                 part = Chain(chain.stages[first : last + 1], chain.input_of(first))
                 own, end = RotorTable(part, 60, 1), last - first
                 assert table.times(first, last).tolist() == own.times(0, end).tolist()
-                assert table.time(first, last, 25) == own.time(0, end, 25)
-                assert table.time(first, last, 10**9) == table.time(first, last, 60) < math.inf
-                assert table.time(first, last, -1) == math.inf
                 assert table.nodes(first, last, 60)[0].first == first
-        with pytest.raises(ValueError, match="do not fit in -1 bytes"):
-            table.nodes(0, 5, -1)
 
 
 def test_equal_blocks_are_computed_once():
@@ -228,17 +164,20 @@ def test_a_large_chain_is_within_its_budget():
         before = schedule.time
 
 
-@pytest.mark.slow
-def test_planning_takes_seconds_and_little_memory(monkeypatch):
-    """126 stages that all differ, in 500 slots: CPU time of one core, and the bytes that are allocated."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    planning = importlib.import_module("remat_planning")
-    for chain in planning.large_chains(126).values():
-        budget = int(0.4 * keep_fastest(chain).peak)
-        start = time.process_time()
-        assert solve(chain, budget, slots=500).peak <= budget
-        assert time.process_time() - start < 3
-        assert planning.peak_megabytes(lambda chain=chain, budget=budget: solve(chain, budget, slots=500)) < 500
+def test_blocks_that_recompute_alone_have_the_best_of_these_schedules():
+    for chain in chains(9, 40):
+        ways = [[Keep(n, mode) for mode in range(len(stage.modes))] for n, stage in enumerate(chain.stages)]
+        for index, own in enumerate(ways[:-1]):
+            own.append(Recompute(index, index, (Keep(index),)))
+        found = [time_and_peak(chain, nodes) for nodes in itertools.product(*ways)]
+        least = min(peak for _, peak in found)
+        for budget in range(least, keep_fastest(chain).peak + 1):
+            schedule = solve_alone(chain, budget)
+            assert (schedule.time, schedule.peak) == time_and_peak(chain, schedule.nodes)
+            assert schedule.time == best_within(found, budget)
+            assert schedule.peak <= budget
+        with pytest.raises(DloError, match=f"budget must be at least {least} bytes"):
+            solve_alone(chain, least - 1)
 
 
 def test_parameters_that_stay_gathered_count():

@@ -34,7 +34,7 @@ def plan_of(seen: Seen) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("budget", ["100%", "80%", "65%", "50%"])
+@pytest.mark.parametrize("budget", ["100%", "65%", "50%"])
 def test_steps_are_the_same_and_memory_is_within_the_budget(budget: str, plain: Seen) -> None:
     found = train("net", budget, measures=True)
     assert_same(plain, found)
@@ -46,12 +46,9 @@ def test_steps_are_the_same_and_memory_is_within_the_budget(budget: str, plain: 
     assert (budget == "100%") == (sum(plan.schedule.forwards) == len(plan.schedule.forwards))
     if budget == "100%":
         assert found.peak == plain.peak
-
-
-def test_regions_save_memory(plain: Seen) -> None:
-    found = train("net", "50%", measures=True)
-    assert max(plan_of(found).schedule.forwards) > 1
-    assert found.peak < 0.55 * plain.peak
+    if budget == "50%":  # Regions save memory.
+        assert max(plan.schedule.forwards) > 1
+        assert found.peak < 0.55 * plain.peak
 
 
 def test_blocks_whose_outputs_the_model_reads_run_one_by_one() -> None:
@@ -136,10 +133,10 @@ def test_a_compiled_model_is_refused() -> None:
         train("net", "60%", callbacks=[Compile(scope="model", backend="eager")])
 
 
-@pytest.mark.parametrize("budget", ["12 parrots", "0GB", "130%", "-1", "sixty"])
-def test_a_malformed_budget_is_refused(budget: str) -> None:
-    with pytest.raises(DloError, match="budget must be a size such as 12GB, a share such as 60%, or auto"):
-        Rotor(budget)
+def test_a_malformed_budget_is_refused() -> None:
+    for budget in ("12 parrots", "0GB", "130%", "-1", "sixty"):
+        with pytest.raises(DloError, match="budget must be a size such as 12GB, a share such as 60%, or auto"):
+            Rotor(budget)
 
 
 def test_auto_takes_what_is_left() -> None:
