@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from dlo_plugins.profiling.operation_kinds import KINDS
+from dlo_plugins.profiling.operations import KINDS
 from dlo_plugins.profiling.profile_report import COLOURS
 
 FILE = Path(__file__).parents[1] / "images" / "profile.svg"

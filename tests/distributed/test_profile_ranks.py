@@ -16,7 +16,7 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.monitor import StepClock
-from dlo_plugins.profiling.operation_kinds import EXPOSED
+from dlo_plugins.profiling.operations import EXPOSED
 from dlo_plugins.profiling.profile_callback import Profile
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,28 +26,27 @@ POWERCAP = Path("/sys/class/powercap")
 JOULES_PER_KWH = 3.6e6
 
 
-class EnergyCounter(Protocol):
+@dataclass(frozen=True)
+class EnergyCounter:
     """Counter of the energy of some devices.
 
     Attributes:
         source: Name of what is read.
         covers: Devices whose energy it counts.
+        read: Function that returns the joules since the counter was made.
+        close: Function that releases what the counter uses.
         is_estimate: Whether it estimates from models of power, and does not measure.
     """
 
     source: str
     covers: str
-    is_estimate: bool
-
-    def read(self) -> float:
-        """Returns the joules since the counter was made."""
-
-    def close(self) -> None:
-        """Releases what the counter uses."""
+    read: Callable[[], float]
+    close: Callable[[], object] = lambda: None
+    is_estimate: bool = False
 
 
-class RaplCounter:
-    """Counter of CPUs and memory by Intel's and AMD's running average power limit (RAPL), through Linux's powercap.
+def count_rapl(folder: Path = POWERCAP) -> EnergyCounter:
+    """Returns the counter of CPUs and memory by running average power limit (RAPL), through Linux's powercap.
 
     It counts all processes of the machine. Counters wrap around, on some machines within minutes: read it more often.
 
@@ -56,47 +57,35 @@ class RaplCounter:
         OSError: No counter can be read; most systems let only root read them.
     """
 
-    source = "RAPL"
-    is_estimate = False
+    def name(path: Path) -> str:
+        return (path / "name").read_text().strip()
 
-    def __init__(self, folder: Path = POWERCAP) -> None:
-        # A package's zone includes its cores; memory (dram) is a zone inside it that it does not include.
-        zones = [path for path in sorted(folder.glob("*rapl*:*")) if (path / "energy_uj").exists()]
-        zones = [path for path in zones if "mmio" not in path.name]  # The same counters, by another way.
-        self._zones = [path for path in zones if path.name.count(":") == 1 or _name(path) == "dram"]
-        own = {_name(path) for path in self._zones}
-        if "psys" in own and any(name.startswith("package") for name in own):  # The platform includes the packages.
-            self._zones = [path for path in self._zones if _name(path) != "psys"]
-        if not self._zones:
-            raise FileNotFoundError(2, "no RAPL counter", str(folder))
-        self.covers = ", ".join(_name(path) for path in self._zones)
-        self._ranges = {path: int((path / "max_energy_range_uj").read_text()) for path in self._zones}
-        self._last = {path: _microjoules(path) for path in self._zones}
-        self._total = 0.0
+    def microjoules(path: Path) -> int:
+        return int((path / "energy_uj").read_text())
 
-    def read(self) -> float:
-        """Returns the joules since the counter was made."""
-        for path in self._zones:
-            now = _microjoules(path)
-            step = now - self._last[path]
-            self._total += (step if step >= 0 else step + self._ranges[path]) * 1e-6
-            self._last[path] = now
-        return self._total
+    # A package's zone includes its cores; memory (dram) is a zone inside it that it does not include.
+    zones = [path for path in sorted(folder.glob("*rapl*:*")) if (path / "energy_uj").exists()]
+    zones = [path for path in zones if "mmio" not in path.name]  # The same counters, by another way.
+    zones = [path for path in zones if path.name.count(":") == 1 or name(path) == "dram"]
+    if any(name(path).startswith("package") for path in zones):  # The platform includes the packages.
+        zones = [path for path in zones if name(path) != "psys"]
+    if not zones:
+        raise FileNotFoundError(2, "no RAPL counter", str(folder))
+    ranges = {path: int((path / "max_energy_range_uj").read_text()) for path in zones}
+    last, totals = {path: microjoules(path) for path in zones}, [0]
 
-    def close(self) -> None:
-        """Does nothing: files are closed after each read."""
+    def read() -> float:
+        for path in zones:
+            now = microjoules(path)
+            totals[0] += (now - last[path]) % (ranges[path] or 1)
+            last[path] = now
+        return totals[0] * 1e-6
+
+    return EnergyCounter("RAPL", ", ".join(map(name, zones)), read)
 
 
-def _name(path: Path) -> str:
-    return (path / "name").read_text().strip()
-
-
-def _microjoules(path: Path) -> int:
-    return int((path / "energy_uj").read_text())
-
-
-class NvmlCounter:
-    """Counter of one NVIDIA GPU by NVML's total energy, which GPUs have since Volta.
+def count_nvml(uuid: str, nvml: Any) -> EnergyCounter:
+    """Returns the counter of one NVIDIA GPU by NVML's total energy in millijoules, which GPUs have since Volta.
 
     Args:
         uuid: Id of the GPU, as torch gives it.
@@ -105,61 +94,45 @@ class NvmlCounter:
     Raises:
         OSError: The GPU has no such counter, or the driver refuses.
     """
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        first = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except nvml.NVMLError as error:
+        raise OSError(f"NVML: {error}") from error
 
-    source = "NVML"
-    is_estimate = False
+    def read() -> float:
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - first) * 1e-3
 
-    def __init__(self, uuid: str, nvml: Any) -> None:
-        self._nvml = nvml
-        self.covers = f"GPU {uuid}"
-        try:
-            nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            self._first = nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-        except nvml.NVMLError as error:
-            raise OSError(f"NVML: {error}") from error
-
-    def read(self) -> float:
-        """Returns the joules since the counter was made; NVML counts millijoules."""
-        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._first) * 1e-3
-
-    def close(self) -> None:
-        """Ends the use of NVML."""
-        self._nvml.nvmlShutdown()
+    return EnergyCounter("NVML", f"GPU {uuid}", read, nvml.nvmlShutdown)
 
 
-class CodecarbonCounter:
-    """Codecarbon's estimate of the machine's energy, from the power of its CPU by model and load, and of its memory.
+def count_codecarbon() -> EnergyCounter:
+    """Returns codecarbon's estimate of the machine's energy, by the model and load of its CPU, and by its memory.
 
     Raises:
         OSError: Codecarbon cannot start.
     """
+    codecarbon = importlib.import_module("codecarbon")
+    totals = [0.0]
+    try:  # Offline: it would look the machine's country up in the internet.
+        tracker = codecarbon.OfflineEmissionsTracker(
+            country_iso_code="USA", save_to_file=False, log_level="error", allow_multiple_runs=True
+        )
+        tracker.start_task()
+    except Exception as error:
+        raise OSError(f"codecarbon: {error}") from error
 
-    source = "codecarbon"
-    covers = "machine"
-    is_estimate = True
+    def read() -> float:
+        totals[0] += float(tracker.stop_task().energy_consumed) * JOULES_PER_KWH
+        tracker.start_task()
+        return totals[0]
 
-    def __init__(self) -> None:
-        codecarbon = importlib.import_module("codecarbon")
-        self._total = 0.0
-        try:  # Offline: it would look the machine's country up in the internet.
-            self._tracker = codecarbon.OfflineEmissionsTracker(
-                country_iso_code="USA", save_to_file=False, log_level="error", allow_multiple_runs=True
-            )
-            self._tracker.start_task()
-        except Exception as error:
-            raise OSError(f"codecarbon: {error}") from error
+    def close() -> None:
+        tracker.stop_task()
+        tracker.stop()
 
-    def read(self) -> float:
-        """Returns the joules since the counter was made."""
-        self._total += float(self._tracker.stop_task().energy_consumed) * JOULES_PER_KWH
-        self._tracker.start_task()
-        return self._total
-
-    def close(self) -> None:
-        """Stops the tracker."""
-        self._tracker.stop_task()
-        self._tracker.stop()
+    return EnergyCounter("codecarbon", "machine", read, close, is_estimate=True)
 
 
 def find_counters(
@@ -174,29 +147,26 @@ def find_counters(
     """
     found: list[EnergyCounter] = []
     reasons: list[str] = []
+
+    def add(make: Callable[[], EnergyCounter], package: str = "", missing: str = "") -> None:
+        if package and importlib.util.find_spec(package) is None:
+            reasons.append(missing)
+            return
+        try:
+            found.append(make())
+        except OSError as error:
+            named = f"RAPL: {error.strerror} ({error.filename or folder})" if error.strerror else str(error)
+            reasons.append(named)
+
     if device.type == "cuda":
-        if importlib.util.find_spec("pynvml") is None:
-            reasons.append("NVML: nvidia-ml-py is not installed; pip install 'dlo_framework[profile]'")
-        else:
-            nvml = importlib.import_module("pynvml")
-            try:
-                found.append(NvmlCounter(str(torch.cuda.get_device_properties(device).uuid), nvml))
-            except OSError as error:
-                reasons.append(str(error))
-    if not counts_machine:
-        return found, reasons
-    try:
-        found.append(RaplCounter(folder))
-    except OSError as error:
-        reasons.append(f"RAPL: {error.strerror or error} ({error.filename or folder})")
-    if not found:
-        if importlib.util.find_spec("codecarbon") is None:
-            reasons.append("codecarbon: not installed; pip install 'dlo_framework[profile]' estimates")
-        else:
-            try:
-                found.append(CodecarbonCounter())
-            except OSError as error:
-                reasons.append(str(error))
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        missing = "NVML: nvidia-ml-py is not installed; pip install 'dlo_framework[profile]'"
+        add(lambda: count_nvml(uuid, importlib.import_module("pynvml")), "pynvml", missing)
+    if counts_machine:
+        add(lambda: count_rapl(folder))
+        if not found:
+            missing = "codecarbon: not installed; pip install 'dlo_framework[profile]' estimates"
+            add(count_codecarbon, "codecarbon", missing)
     return found, reasons
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import record_function
 
 from dlo_framework.batches import tree_leaves
-from dlo_plugins.profiling.trace_file import MARK, MODULE
+from dlo_plugins.profiling.step_breakdown import MARK, MODULE
 
 
 def mark(label: str) -> None:

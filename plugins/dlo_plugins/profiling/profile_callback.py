@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.groups import control_group
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import draw_figure, log_figure, log_text
@@ -31,10 +31,17 @@ from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.profiling.device_waits import WaitRecorder
 from dlo_plugins.profiling.module_ranges import ModuleRanges, NvtxRanges, mark
 from dlo_plugins.profiling.profile_report import ProfileReport
-from dlo_plugins.profiling.rank_profile import RankProfile, analyse, rewrite_trace
-from dlo_plugins.profiling.roofline import MachinePeaks, measure_peaks, read_peaks
-from dlo_plugins.profiling.stragglers import find_straggler, rank_steps
-from dlo_plugins.profiling.trace_file import read_events
+from dlo_plugins.profiling.rank_profile import (
+    MachinePeaks,
+    RankProfile,
+    analyse,
+    find_straggler,
+    measure_peaks,
+    rank_steps,
+    read_peaks,
+    rewrite_trace,
+)
+from dlo_plugins.profiling.step_breakdown import read_events
 
 Format = Literal["chrome", "tensorboard", "memory", "nvtx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -82,17 +89,12 @@ class Profile(Callback):
             ("active", active, 1),
             ("repeat", repeat, 1),
         ):
-            if value < least:
-                raise DloError(f"Profile: {name} must be at least {least}, got {value}; set {least}")
+            check_number(f"Profile: {name}", value, f"at least {least}", f"set {least}")
         self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
         self.ranks = ranks
         self.formats: list[Format] = ["chrome", "tensorboard", "memory"] if formats is None else list(formats)
         for name in self.formats:
-            if name not in FORMATS:
-                raise DloError(
-                    f"Profile: formats must be of {', '.join(FORMATS)}, got {name}"
-                    f"{did_you_mean(name, FORMATS) or '; set chrome'}"
-                )
+            check_choice("Profile: formats", name, FORMATS, "set chrome")
         if "nvtx" in self.formats and len(self.formats) > 1:
             raise DloError(
                 f"Profile: formats must be [nvtx] alone, since one profiler can use the GPU's counters, got"
@@ -169,12 +171,12 @@ class Profile(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves a validation out of the steps."""
         if self._marks and self._window is not None:
-            self._window.pause()
+            self._window.pause(True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continues after a validation."""
         if self._marks and self._window is not None:
-            self._window.resume()
+            self._window.pause(False)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -218,7 +220,7 @@ class Profile(Callback):
         """Removes hooks and modes after an error."""
         self._leave_search()
         if self._window is not None:
-            self._window.abort()
+            self._window.stop(trainer, exports=False)
         self._close()
 
     def summary_facts(self, trainer: Trainer) -> dict[str, Any]:
@@ -478,57 +480,44 @@ class _Window:
         if self.records:
             self.mark("data" if begins else "between")
 
-    def pause(self) -> None:
-        """Leaves the time that follows out of the step."""
+    def pause(self, begins: bool) -> None:
+        """Begins or ends the time that is left out of the step."""
         if not self.is_nvtx:
-            mark("pause")
-        self._paused -= time.perf_counter()
+            mark("pause" if begins else "resume")
+        self._paused += -time.perf_counter() if begins else time.perf_counter()
 
-    def resume(self) -> None:
-        """Counts time again."""
-        if not self.is_nvtx:
-            mark("resume")
-        self._paused += time.perf_counter()
+    def stop(self, trainer: Trainer, exports: bool = True) -> None:
+        """Removes the hooks, and stops the profiler.
 
-    def stop(self, trainer: Trainer) -> None:
-        """Stops the profiler, and removes the hooks."""
+        Args:
+            trainer: Trainer.
+            exports: Whether the profiler writes its trace and its snapshot of memory.
+        """
         self.records = False
         clock = trainer.profiler  # type: ignore[attr-defined]
         if isinstance(clock, StepClock):
             clock.on_fetch = None
         if self._ranges is not None:
             self._ranges.stop()
-            self._ranges = None
         if self._snapshot:
             path = self._trace.with_name(self._trace.name.partition(".pt.")[0] + ".memory.pickle")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            if exports:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(path))
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._snapshot = False
         if self.is_nvtx and self.own:
             if self._phase is not None:
                 torch.cuda.nvtx.range_end(self._phase)
-                self._phase = None
             torch.cuda.profiler.stop()
         if self._profiler is not None:
-            # A collective of gloo that ends after the profiler would write into what the profiler has freed.
-            contract_of(trainer.strategy).finish_step()
-            profiler, self._profiler = self._profiler, None
-            profiler.stop()  # Exports the trace.
-
-    def abort(self) -> None:
-        """Removes the hooks, and stops the profiler without a trace."""
-        self.records = False
-        if self._ranges is not None:
-            self._ranges.stop()
-            self._ranges = None
-        if self._snapshot:
-            torch.cuda.memory._record_memory_history(enabled=None)
-            self._snapshot = False
-        if self._profiler is not None:
-            profiler, self._profiler = self._profiler, None
-            profiler.on_trace_ready = None
-            profiler.stop()
+            if exports:
+                # A collective of gloo that ends after the profiler would write into what the profiler has freed.
+                contract_of(trainer.strategy).finish_step()
+            else:
+                self._profiler.on_trace_ready = None
+            self._profiler.stop()  # Exports the trace.
+        self._ranges = self._phase = self._profiler = None
+        self._snapshot = False
 
     def analyse(self, rank: int, keep: bool) -> RankProfile:
         """Returns the profile of the recorded steps.

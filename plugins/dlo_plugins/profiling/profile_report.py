@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dlo_framework.units import format_bytes
-from dlo_plugins.profiling.operation_kinds import DATA, EXPOSED, HIDDEN, HOST, KINDS, OPTIMIZER
-from dlo_plugins.profiling.rank_profile import RankProfile, group_modules
-from dlo_plugins.profiling.roofline import MachinePeaks, RooflinePoint
-from dlo_plugins.profiling.stragglers import StragglerReport
+from dlo_plugins.profiling.operations import DATA, EXPOSED, HIDDEN, HOST, KINDS, OPTIMIZER
+from dlo_plugins.profiling.rank_profile import MachinePeaks, RankProfile, RooflinePoint, StragglerReport, group_modules
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

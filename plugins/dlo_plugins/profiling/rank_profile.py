@@ -1,6 +1,14 @@
-"""Profile of the steps of one rank: its trace, read and divided, and the timeline of its memory.
+"""Profile of the steps of one rank: its trace, read and divided, its memory and roofline; and which rank is slow.
 
 Memory is counted from what is allocated when the window begins: parameters and the optimizer's state are below that.
+
+Roofline: An Insightful Visual Performance Model for Floating-Point Programs and Multicore Architectures. Williams,
+Waterman, Patterson, 2009, https://doi.org/10.1145/1498765.1498785. Bytes are those that each operator reads and writes
+at least once; those that a cache serves count too, so that small tensors may exceed the memory's roof.
+
+Ranks of a synchronous step wait for the slowest one inside their collectives. So the time that a rank does not wait is
+its own, and the rank with the most of its own time holds the others up. What even the last rank to arrive waits is the
+transfer itself, which no rank can avoid: the links.
 """
 
 from __future__ import annotations
@@ -8,15 +16,114 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.planner.measurement import measure_rank
 from dlo_plugins.profiling.device_waits import DeviceWait
-from dlo_plugins.profiling.operation_kinds import KINDS
-from dlo_plugins.profiling.roofline import MachinePeaks, RooflinePoint, roofline_point
-from dlo_plugins.profiling.step_breakdown import OUTSIDE, Breakdown, HostFrames, ModuleTime, Phases, break_down
-from dlo_plugins.profiling.trace_file import Trace, parse_trace
+from dlo_plugins.profiling.operations import DATA, EXPOSED, HOST, KINDS
+from dlo_plugins.profiling.step_breakdown import (
+    OUTSIDE,
+    Breakdown,
+    HostFrames,
+    ModuleTime,
+    Phases,
+    Trace,
+    break_down,
+    parse_trace,
+)
+
+
+@dataclass(frozen=True)
+class MachinePeaks:
+    """Peaks of one rank's device.
+
+    Attributes:
+        flops: Floating-point operations a second of matrix products, by dtype.
+        bandwidth: Bytes a second between memory and chip.
+        source: Origin of the figures.
+    """
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    source: str
+
+
+def read_peaks(machine: str) -> MachinePeaks:
+    """Returns the peaks of a machine of `dlo plan`, by name or file.
+
+    Raises:
+        DloError: The machine is unknown, or its file is invalid.
+    """
+    found = load_machine(machine)
+    return MachinePeaks(dict(found.peak), found.bandwidth, f"machine {found.name}")
+
+
+def measure_peaks(device: torch.device, dtypes: Sequence[str]) -> MachinePeaks:
+    """Returns the measured peaks of a device, with the process's threads, as `dlo plan --measure` takes them.
+
+    Args:
+        device: Device.
+        dtypes: Names of the dtypes of products.
+    """
+    found = {name: measure_rank(0, 1, device.type, name) for name in dtypes}
+    flops = {name: one.peak for name, one in found.items()}
+    bandwidth = max(one.bandwidth for one in found.values())
+    return MachinePeaks(flops, bandwidth, "measured: the fastest of two products, a copy of a large tensor")
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """Work of a kind or a module beside the machine's roof.
+
+    Attributes:
+        name: Name of the kind or module.
+        seconds: Time of a step.
+        flops: FLOPs of a step.
+        bytes: Bytes of a step.
+        flops_rate: FLOPs a second that it reaches.
+        bytes_rate: Bytes a second that it reaches.
+        bound: Roof that limits it: `compute` or `memory`; empty without a known peak.
+        fraction: Fraction of the roof that it reaches; None without a known peak.
+    """
+
+    name: str
+    seconds: float
+    flops: float
+    bytes: float
+    flops_rate: float
+    bytes_rate: float
+    bound: str
+    fraction: float | None
+
+
+def roofline_point(
+    name: str, seconds: float, flops: float, moved: float, dtype: str, peaks: MachinePeaks | None
+) -> RooflinePoint:
+    """Returns the point of a kind or a module.
+
+    Args:
+        name: Name of the kind or module.
+        seconds: Time of a step.
+        flops: FLOPs of a step.
+        moved: Bytes of a step.
+        dtype: Dtype of its products.
+        peaks: Peaks of the machine; None if unknown.
+    """
+    rates = (flops / seconds, moved / seconds) if seconds else (0.0, 0.0)
+    peak = peaks.flops.get(dtype) if peaks is not None and flops else None
+    if peaks is None or not (flops or moved) or (flops and not peak):
+        return RooflinePoint(name, seconds, flops, moved, *rates, "", None)
+    by_compute, by_memory = flops / peak if peak else 0.0, moved / peaks.bandwidth
+    bound = "compute" if by_compute >= by_memory else "memory"
+    fraction = max(by_compute, by_memory) / seconds if seconds else None
+    return RooflinePoint(name, seconds, flops, moved, *rates, bound, fraction)
 
 
 @dataclass
@@ -256,3 +363,146 @@ def rewrite_trace(path: Path, events: list[dict[str, Any]]) -> None:
     content = json.loads(gzip.decompress(path.read_bytes()))
     content["traceEvents"] = events
     path.write_bytes(gzip.compress(json.dumps(content).encode(), 3))
+
+
+#: Fraction of a step by which a rank's own time must exceed the others' median, to be called slow.
+SLOW = 0.1
+#: Fraction of the steps in which a slow rank must have the most time of its own.
+LEADS = 2 / 3
+#: Fraction of a step that every rank waits, from which the links are named.
+LINKS = 0.25
+_CAUSES = ("compute", "data", "host")
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """Times of a step on a rank, in seconds.
+
+    Attributes:
+        wall: Time of the step.
+        compute: Time in operators: products, attention, elementwise work, copies, the optimizer.
+        wait: Time in which it waited for collectives.
+        data: Time in which it waited for the data loader.
+        host: Other time: Python and launches.
+    """
+
+    wall: float
+    compute: float
+    wait: float
+    data: float
+    host: float
+
+    @property
+    def own(self) -> float:
+        """Time that the rank needed by itself."""
+        return self.wall - self.wait
+
+
+def rank_steps(breakdown: Breakdown) -> list[RankStep]:
+    """Returns the times of each step of a rank's profile."""
+    found = []
+    for step in breakdown.steps:
+        wait, data, host = (step.kinds.get(kind, 0.0) for kind in (EXPOSED, DATA, HOST))
+        found.append(RankStep(step.wall, sum(step.kinds.values()) - wait - data - host, wait, data, host))
+    return found
+
+
+@dataclass(frozen=True)
+class RankSummary(RankStep):
+    """Median times of a rank's steps.
+
+    Attributes:
+        rank: Global rank.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class StragglerReport:
+    """Times of the ranks, and what holds them up.
+
+    Attributes:
+        ranks: Median times of each rank.
+        slowest: Rank that the others wait for; None if they are alike.
+        cause: Reason: `compute`, `data`, `host`; `links` where all wait; empty if nothing stands out.
+        excess: Seconds by which the slowest rank's own time exceeds the others' median.
+        by_cause: Seconds of the excess by cause.
+        transfer: Seconds of a step that even the rank with the shortest wait waits for collectives.
+        steps: Number of steps in which the slowest rank had the most time of its own, of all steps.
+        text: Conclusion in words.
+    """
+
+    ranks: list[RankSummary]
+    slowest: int | None
+    cause: str
+    excess: float
+    by_cause: dict[str, float]
+    transfer: float
+    steps: tuple[int, int]
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON data."""
+        return asdict(self)
+
+
+def find_straggler(ranks: Mapping[int, Sequence[RankStep]]) -> StragglerReport:
+    """Returns which rank is slow, and why.
+
+    Args:
+        ranks: Steps of each rank; all have the same steps.
+    """
+    summaries = [_median(rank, steps) for rank, steps in sorted(ranks.items()) if steps]
+    if len(summaries) < 2:
+        return StragglerReport(summaries, None, "", 0.0, {}, 0.0, (0, 0), "one rank was profiled: nothing to compare")
+    wall = statistics.median(rank.wall for rank in summaries)
+    transfer = min(rank.wait for rank in summaries)
+    slowest = max(summaries, key=lambda rank: rank.own)
+    others = [rank for rank in summaries if rank is not slowest]
+    by_cause = {
+        cause: getattr(slowest, cause) - statistics.median(getattr(rank, cause) for rank in others) for cause in _CAUSES
+    }
+    excess = slowest.own - statistics.median(rank.own for rank in others)
+    count = min(len(ranks[rank.rank]) for rank in summaries)
+    leads = sum(
+        max((ranks[each.rank][step].own, each.rank) for each in summaries)[1] == slowest.rank for step in range(count)
+    )
+    found: int | None = slowest.rank
+    if excess > SLOW * wall and leads >= LEADS * count:
+        cause = max(by_cause, key=lambda name: by_cause[name])
+        text = (
+            f"rank {slowest.rank} is slow, by {_ms(excess)} of a step of {_ms(wall)}: {_WORDS[cause]}"
+            f" ({_ms(getattr(slowest, cause))}, the others' median is {_ms(getattr(slowest, cause) - by_cause[cause])})"
+        )
+    elif transfer > LINKS * wall:
+        found, cause = None, "links"
+        text = (
+            f"the links: every rank waits at least {_ms(transfer)} of a step of {_ms(wall)} for collectives, and none"
+            f" arrives late"
+        )
+    else:
+        found, cause = None, ""
+        text = f"no rank stands out: their own times differ by {_ms(excess)} of a step of {_ms(wall)}"
+    everyone = min(rank.data for rank in summaries)
+    if cause != "data" and everyone > SLOW * wall:
+        text += f"; every rank waits at least {_ms(everyone)} for its data loader"
+    return StragglerReport(summaries, found, cause, excess, by_cause, transfer, (leads, count), text)
+
+
+_WORDS = {
+    "compute": "it computes longer",
+    "data": "it waits for its data loader",
+    "host": "its host is busy between operators: Python, launches, or waits outside torch",
+}
+
+
+def _median(rank: int, steps: Sequence[RankStep]) -> RankSummary:
+    def of(name: str) -> float:
+        return float(statistics.median(getattr(step, name) for step in steps))
+
+    return RankSummary(of("wall"), of("compute"), of("wait"), of("data"), of("host"), rank)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

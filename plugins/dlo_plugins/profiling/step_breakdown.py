@@ -1,5 +1,9 @@
 """Divides the time of profiled steps among kinds of work and modules, so that the parts add up to the steps.
 
+It reads a trace that torch's profiler has exported (Chrome's trace format). Categories and arguments are those that
+Kineto writes (torch 2.11 to 2.14): `cpu_op`, `user_annotation`, `cuda_runtime`, `kernel`, `gpu_memcpy`, `gpu_memset`
+and `cpu_instant_event`. Times are seconds since the first event.
+
 On a CPU, each moment of the training thread belongs to the innermost operator that runs. A moment without an operator
 is a wait for a collective if one is in flight and ends before the next operator begins, and otherwise the host's. On an
 accelerator, each moment belongs to the kernel that runs; then to a collective or a copy; the device's idle moments are
@@ -12,13 +16,18 @@ both; so no hook is needed in backward.
 from __future__ import annotations
 
 import bisect
+import gzip
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dlo_plugins.profiling.operation_costs import Work, is_costed_as_one, operator_cost
-from dlo_plugins.profiling.operation_kinds import (
+from dlo_framework.errors import DloError
+from dlo_plugins.profiling.operations import (
     ATTENTION,
     COPIES,
     DATA,
@@ -26,10 +35,169 @@ from dlo_plugins.profiling.operation_kinds import (
     HOST,
     NORMALISATION,
     OPTIMIZER,
+    Work,
+    is_costed_as_one,
     kind_of_kernel,
     kind_of_operator,
+    operator_cost,
 )
-from dlo_plugins.profiling.trace_file import MODULE, HostSpan, Trace
+
+#: Beginning of the annotations that separate steps and phases.
+MARK = "dlo.mark: "
+#: Beginning of the annotations of modules' forwards.
+MODULE = "module: "
+#: Annotations that last as long as a collective is in flight, on whatever thread.
+_IN_FLIGHT = re.compile(r"^(gloo|nccl|mpi|ucc):")
+_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "hip_runtime")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(slots=True)
+class HostSpan:
+    """Operator, annotation or call of the device's runtime on a thread of the host.
+
+    Attributes:
+        name: Name of the operator or annotation.
+        start: Start in seconds.
+        end: End in seconds.
+        category: Category in the trace.
+        args: Arguments: shapes, types, sequence number.
+    """
+
+    name: str
+    start: float
+    end: float
+    category: str
+    args: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class DeviceSpan:
+    """Kernel or copy on the accelerator.
+
+    Attributes:
+        name: Name of the kernel.
+        start: Start in seconds.
+        end: End in seconds.
+        category: Category in the trace.
+        operator: External id of the operator that launched it; None if unknown.
+    """
+
+    name: str
+    start: float
+    end: float
+    category: str
+    operator: int | None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it communicates with other ranks."""
+        return "nccl" in self.name.lower() or "rccl" in self.name.lower()
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Allocation or release of memory.
+
+    Attributes:
+        time: Time in seconds.
+        bytes: Bytes; negative for a release.
+        address: Address of the block.
+        on_device: Whether it is the accelerator's memory.
+        thread: Thread that asked for it.
+    """
+
+    time: float
+    bytes: int
+    address: int
+    on_device: bool
+    thread: Any
+
+
+@dataclass
+class Trace:
+    """Content of a trace.
+
+    Attributes:
+        threads: Spans of each thread of the host, by start; an outer span comes before the inner ones.
+        main: Thread that trains: that of the marks.
+        marks: Time and label of each mark.
+        in_flight: Spans of collectives in flight, as the host's annotations have them.
+        device: Spans of the accelerator, by start.
+        allocations: Allocations and releases, in order.
+    """
+
+    threads: dict[Any, list[HostSpan]] = field(default_factory=dict)
+    main: Any = None
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    in_flight: list[HostSpan] = field(default_factory=list)
+    device: list[DeviceSpan] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Returns the events of a trace file, which may be compressed.
+
+    Raises:
+        DloError: The file is not a trace.
+    """
+    try:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        events = content["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise DloError(
+            f"profile: the trace must be a file that torch's profiler has exported, got {path}: {error}; profile again"
+        ) from error
+    assert isinstance(events, list)
+    return events
+
+
+def parse_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
+    """Returns the content of a trace's events."""
+    complete = [event for event in events if "ts" in event and event.get("ph") in ("X", "i")]
+    origin = min((float(event["ts"]) for event in complete), default=0.0)
+    trace = Trace()
+    operators = _launches(complete)
+    for event in complete:
+        _add(trace, event, (float(event["ts"]) - origin) * 1e-6, operators)
+    for spans in trace.threads.values():
+        spans.sort(key=lambda span: (span.start, -span.end))
+    trace.device.sort(key=lambda span: span.start)
+    trace.allocations.sort(key=lambda allocation: allocation.time)
+    trace.marks.sort()
+    trace.in_flight.sort(key=lambda span: span.start)
+    return trace
+
+
+def _launches(events: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Returns the external id of the operator of each launch, by correlation, for kernels without one."""
+    launches = (event.get("args") or {} for event in events if event.get("cat") in _HOST)
+    return {
+        args["correlation"]: args["External id"] for args in launches if {"correlation", "External id"} <= args.keys()
+    }
+
+
+def _add(trace: Trace, event: Mapping[str, Any], start: float, operators: Mapping[int, int]) -> None:
+    """Adds one event."""
+    category, name, args = event.get("cat", ""), str(event.get("name", "")), event.get("args") or {}
+    end, thread = start + float(event.get("dur", 0.0)) * 1e-6, event.get("tid")
+    if category == "cpu_instant_event" and name == "[memory]":
+        trace.allocations.append(
+            Allocation(start, int(args["Bytes"]), int(args["Addr"]), int(args["Device Type"]) != 0, thread)
+        )
+    elif category in _DEVICE:
+        operator = args.get("External id", operators.get(args.get("correlation", -1)))
+        trace.device.append(DeviceSpan(name, start, end, category, operator))
+    elif category in _HOST:
+        if name.startswith(MARK):
+            trace.marks.append((end, name.removeprefix(MARK)))
+            trace.main = thread
+        elif _IN_FLIGHT.match(name):
+            trace.in_flight.append(HostSpan(name, start, end, category, args))
+        else:
+            trace.threads.setdefault(thread, []).append(HostSpan(name, start, end, category, args))
+
 
 _NODE = "autograd::engine::evaluate_function: "
 _LOADER = "enumerate(DataLoader)"
@@ -139,14 +307,8 @@ class Breakdown:
         return sum(step.hidden for step in self.steps) / len(self.steps) if self.steps else 0.0
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Interval of time.
-
-    Attributes:
-        start: Start in seconds.
-        end: End in seconds.
-    """
+class Interval(NamedTuple):
+    """Interval of time in seconds."""
 
     start: float
     end: float
@@ -225,52 +387,6 @@ class Phases:
             until = min(end, self._times[place]) if place < len(self._times) else end
             yield start, until, self._names[place - 1] if place else "between"
             start, place = until, place + 1
-
-
-def break_down(trace: Trace, phases: Phases, frames: HostFrames) -> Breakdown:
-    """Returns where the time of a trace's steps went.
-
-    Args:
-        trace: Trace.
-        phases: Phases of the trace.
-        frames: Operators of the trace.
-    """
-    on_device = bool(trace.device)
-    found = Breakdown([], {}, {}, on_device)
-    if on_device:
-        _divide_device(trace, phases, frames, found)
-    else:
-        _divide_host(trace, phases, frames, found)
-    inside = [interval for _, intervals in phases.steps for interval in intervals]
-    for frame in frames.costed:
-        if _contains(inside, frame.span.start):
-            _add_work(found, frame, phases)
-    return found
-
-
-def _contains(intervals: Sequence[Interval], time: float) -> bool:
-    return any(interval.start <= time < interval.end for interval in intervals)
-
-
-def _add_work(found: Breakdown, frame: Frame, phases: Phases) -> None:
-    assert frame.cost is not None
-    phase = phases.at(frame.span.start)
-    kind = _in_phase(frame.kind or HOST, phase)
-    module = found.modules.setdefault(frame.module or OUTSIDE[phase], ModuleTime())
-    for of in (found.work.setdefault(kind, Work()), module):
-        of.include(frame.cost)
-
-
-def _in_phase(kind: str, phase: str) -> str:
-    """Returns the kind under which a table shows work of a kind in a phase."""
-    if phase == "data":
-        return DATA
-    if phase == "optimizer" and kind != EXPOSED:
-        return OPTIMIZER
-    return kind
-
-
-# --- the host's operators --------------------------------------------------------------------------------------
 
 
 class HostFrames:
@@ -367,137 +483,14 @@ class HostFrames:
             stack[-1].covered = True
 
 
-# --- a CPU's time ----------------------------------------------------------------------------------------------
-
-
-def _divide_host(trace: Trace, phases: Phases, frames: HostFrames, found: Breakdown) -> None:
-    waits = _Waits(trace)
-    own = frames.segments.get(trace.main, [])
-    segments = [segment for segment in _with_gaps(own, phases.steps) if segment[1] > segment[0]]
-    starts = [segment[0] for segment in segments]
-    for number, intervals in phases.steps:
-        kinds: dict[str, float] = {}
-        for interval in intervals:
-            place = max(0, bisect.bisect_right(starts, interval.start) - 1)
-            while place < len(segments) and segments[place][0] < interval.end:
-                start, end, frame = segments[place]
-                start, end = max(start, interval.start), min(end, interval.end)
-                if start < end:
-                    _divide_segment(start, end, frame, phases, waits, kinds, found.modules)
-                place += 1
-        wall = sum(interval.end - interval.start for interval in intervals)
-        in_flight = sum(_overlap(waits.union, interval) for interval in intervals)
-        found.steps.append(StepTime(number, wall, kinds, max(0.0, in_flight - kinds.get(EXPOSED, 0.0))))
-
-
-def _with_gaps(segments: Sequence[Segment], steps: Sequence[tuple[int, list[Interval]]]) -> list[Segment]:
-    """Returns the segments with pieces without a frame before and after them, so that they cover all steps."""
-    if not steps:
-        return list(segments)
-    first, last = steps[0][1][0].start, steps[-1][1][-1].end
-    if not segments:
-        return [(first, last, None)]
-    return [
-        (min(first, segments[0][0]), segments[0][0], None),
-        *segments,
-        (segments[-1][1], max(last, segments[-1][1]), None),
-    ]
-
-
-class _Waits:
-    """Collectives in flight on the host's threads.
-
-    Args:
-        trace: Trace.
-
-    Attributes:
-        union: Times at which any collective is in flight.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.union = merge(Interval(span.start, span.end) for span in trace.in_flight)
-        self._ends = sorted((span.end, span.start) for span in trace.in_flight)
-        self._keys = [end for end, _ in self._ends]
-
-    def wait(self, start: float, end: float) -> Interval | None:
-        """Returns the wait for collectives in an interval without operators; None if nothing is waited for.
-
-        A host that waits for a collective does nothing until it ends: so one that ends later is not waited for.
-        """
-        place = bisect.bisect_right(self._keys, start)
-        found = [
-            Interval(max(start, began), min(ended, end))
-            for ended, began in self._ends[place : bisect.bisect_right(self._keys, end + _LONGEST_OVERSHOOT)]
-        ]
-        if not found:
-            return None
-        return Interval(min(each.start for each in found), max(each.end for each in found))
-
-
-def _divide_segment(
-    start: float, end: float, frame: Frame | None, phases: Phases, waits: _Waits, kinds: dict[str, float],
-    modules: dict[str, ModuleTime],
-) -> None:  # fmt: skip
-    own = frame.kind if frame is not None else None
-    pieces = [(start, end, own or HOST)]
-    if own in (None, HOST):
-        wait = waits.wait(start, end)
-        if wait is not None and wait.end > wait.start:
-            pieces = [(start, wait.start, HOST), (wait.start, wait.end, EXPOSED), (wait.end, end, HOST)]
-    for begin, until, kind in pieces:
-        for piece_start, piece_end, phase in phases.split(begin, until):
-            shown, seconds = _in_phase(kind, phase), piece_end - piece_start
-            kinds[shown] = kinds.get(shown, 0.0) + seconds
-            module = (frame.module if frame is not None else "") or OUTSIDE[phase]
-            backward = frame.backward if frame is not None else False
-            modules.setdefault(module, ModuleTime()).add(shown, seconds, backward or phase == "backward")
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals, as disjoint ones in order."""
-    found: list[Interval] = []
-    for interval in sorted(intervals, key=lambda each: each.start):
-        if found and interval.start <= found[-1].end:
-            found[-1] = Interval(found[-1].start, max(found[-1].end, interval.end))
-        else:
-            found.append(interval)
-    return found
-
-
-def _overlap(merged: Sequence[Interval], interval: Interval) -> float:
-    return sum(max(0.0, min(each.end, interval.end) - max(each.start, interval.start)) for each in merged)
-
-
-# --- an accelerator's time -------------------------------------------------------------------------------------
-
-
-def _divide_device(trace: Trace, phases: Phases, frames: HostFrames, found: Breakdown) -> None:
-    """Divides the time between the first mark and the end of the last kernel."""
-    if not phases.steps:
-        return
-    last = max((span.end for span in trace.device), default=0.0)
-    steps = [(number, list(intervals)) for number, intervals in phases.steps]
-    tail = steps[-1][1][-1]
-    steps[-1][1][-1] = Interval(tail.start, max(tail.end, last))
-    labelled = [_device_label(span, frames, phases) for span in trace.device]
-    for number, intervals in steps:
-        kinds: dict[str, float] = {}
-        hidden = 0.0
-        for interval in intervals:
-            hidden += _divide_device_interval(interval, labelled, phases, kinds, found.modules)
-        wall = sum(interval.end - interval.start for interval in intervals)
-        found.steps.append(StepTime(number, wall, kinds, hidden))
-
-
-@dataclass(slots=True)
-class _Work:
-    """Work of the device.
+class _Piece(NamedTuple):
+    """Work that a moment may belong to.
 
     Attributes:
         start: Start in seconds.
         end: End in seconds.
         kind: Kind of work.
-        rank: Precedence: 0 for computation, 1 for collectives, 2 for copies.
+        rank: Precedence: 0 for computation, 1 for collectives, 2 for copies, 3 for collectives that others run beside.
         module: Name of the module.
         backward: Whether it belongs to a backward.
     """
@@ -505,51 +498,117 @@ class _Work:
     start: float
     end: float
     kind: str
-    rank: int
-    module: str
-    backward: bool
+    rank: int = 0
+    module: str = ""
+    backward: bool = False
 
 
-def _device_label(span: Any, frames: HostFrames, phases: Phases) -> _Work:
-    frame = frames.of_operator.get(span.operator) if span.operator is not None else None
-    launched = frame.span.start if frame is not None else span.start
-    phase = phases.at(launched)
-    if span.is_collective:
-        kind = EXPOSED
+def break_down(trace: Trace, phases: Phases, frames: HostFrames) -> Breakdown:
+    """Returns where the time of a trace's steps went.
+
+    Args:
+        trace: Trace.
+        phases: Phases of the trace.
+        frames: Operators of the trace.
+    """
+    found = Breakdown([], {}, {}, bool(trace.device))
+    steps = [(number, list(intervals)) for number, intervals in phases.steps]
+    if trace.device and steps:  # The last step ends with the last kernel.
+        tail = steps[-1][1][-1]
+        steps[-1][1][-1] = Interval(tail.start, max(tail.end, *(span.end for span in trace.device)))
+        pieces = [_device_piece(span, frames, phases) for span in trace.device]
     else:
-        kind = kind_of_kernel(span.name, span.category, frame.kind if frame is not None else None)
-        kind = OPTIMIZER if phase == "optimizer" and kind != EXPOSED else kind
-        kind = COPIES if kind == EXPOSED else kind  # What a collective copies to and from its buffers.
-    module = (frame.module if frame is not None else "") or OUTSIDE[phase]
-    backward = (frame.backward if frame is not None else False) or phase == "backward"
-    rank = 1 if kind == EXPOSED else 2 if kind == COPIES and span.category != "kernel" else 0
-    return _Work(span.start, span.end, kind, rank, module, backward)
+        pieces = _host_pieces(trace, frames, phases)
+    for number, intervals in steps:
+        step = StepTime(number, sum(interval.end - interval.start for interval in intervals), {}, 0.0)
+        for interval in intervals:
+            _divide(interval, pieces, phases, step, found.modules)
+        found.steps.append(step)
+    for frame in frames.costed:
+        phase, at = phases.at(frame.span.start), frame.span.start
+        if any(start <= at < end for _, intervals in phases.steps for start, end in intervals):
+            assert frame.cost is not None
+            found.work.setdefault(_in_phase(frame.kind or HOST, phase), Work()).include(frame.cost)
+            found.modules.setdefault(frame.module or OUTSIDE[phase], ModuleTime()).include(frame.cost)
+    return found
 
 
-def _divide_device_interval(
-    interval: Interval, work: Sequence[_Work], phases: Phases, kinds: dict[str, float], modules: dict[str, ModuleTime]
-) -> float:
-    """Divides an interval among the work that runs in it; returns the time of hidden collectives."""
-    own = [each for each in work if each.end > interval.start and each.start < interval.end]
+def _divide(
+    interval: Interval, pieces: Sequence[_Piece], phases: Phases, step: StepTime, modules: dict[str, ModuleTime]
+) -> None:
+    """Divides an interval of a step among the pieces that run in it; what none has is the host's or the loader's."""
+    own = [each for each in pieces if each.end > interval.start and each.start < interval.end]
     edges = sorted(
-        {interval.start, interval.end, *(t for w in own for t in (w.start, w.end) if interval.start < t < interval.end)}
+        {*interval, *(t for each in own for t in (each.start, each.end) if interval.start < t < interval.end)}
     )
-    active: list[_Work] = []
-    pending, hidden = 0, 0.0
+    active: list[_Piece] = []
+    pending = 0
+
+    def add(kind: str, seconds: float, module: str, backward: bool) -> None:
+        step.kinds[kind] = step.kinds.get(kind, 0.0) + seconds
+        modules.setdefault(module, ModuleTime()).add(kind, seconds, backward)
+
     for begin, until in itertools.pairwise(edges):
         active = [each for each in active if each.end > begin]
         while pending < len(own) and own[pending].start <= begin:
             active.append(own[pending])
             pending += 1
-        if active:
-            chosen = min(active, key=lambda each: each.rank)
-            if chosen.rank != 1 and any(each.rank == 1 for each in active):
-                hidden += until - begin
-            kinds[chosen.kind] = kinds.get(chosen.kind, 0.0) + until - begin
-            modules.setdefault(chosen.module, ModuleTime()).add(chosen.kind, until - begin, chosen.backward)
+        chosen = min((each for each in active if each.rank < 3), key=lambda each: each.rank, default=None)
+        if any(each.kind == EXPOSED for each in active) and (chosen is None or chosen.kind != EXPOSED):
+            step.hidden += until - begin
+        if chosen is not None:
+            add(chosen.kind, until - begin, chosen.module, chosen.backward)
             continue
         for start, end, phase in phases.split(begin, until):
-            kind = DATA if phase == "data" else HOST
-            kinds[kind] = kinds.get(kind, 0.0) + end - start
-            modules.setdefault(OUTSIDE[phase], ModuleTime()).add(kind, end - start, phase == "backward")
-    return hidden
+            add(DATA if phase == "data" else HOST, end - start, OUTSIDE[phase], phase == "backward")
+
+
+def _in_phase(kind: str, phase: str) -> str:
+    """Returns the kind under which a table shows work of a kind in a phase."""
+    if phase == "data":
+        return DATA
+    if phase == "optimizer" and kind != EXPOSED:
+        return OPTIMIZER
+    return kind
+
+
+def _host_pieces(trace: Trace, frames: HostFrames, phases: Phases) -> list[_Piece]:
+    """Returns the work and the waits of the training thread, and the collectives in flight."""
+    segments = frames.segments.get(trace.main, [])
+    if phases.steps:  # Before and after them nothing runs.
+        first, last = phases.steps[0][1][0].start, phases.steps[-1][1][-1].end
+        begin, end = (segments[0][0], segments[-1][1]) if segments else (last, last)
+        segments = [(min(first, begin), begin, None), *segments, (end, max(last, end), None)]
+    ends = sorted((span.end, span.start) for span in trace.in_flight)
+    found = [_Piece(span.start, span.end, EXPOSED, 3) for span in trace.in_flight]
+    for start, end, frame in segments:
+        parts = [(start, end, (frame.kind if frame is not None else None) or HOST)]
+        if parts[0][2] == HOST:
+            # A host that waits for a collective does nothing until it ends: one that ends later is not waited for.
+            latest = bisect.bisect_right(ends, (end + _LONGEST_OVERSHOOT, math.inf))
+            waits = ends[bisect.bisect_right(ends, (start, math.inf)) : latest]
+            begun = max(start, min((each[1] for each in waits), default=end))
+            done = min(waits[-1][0], end) if waits else end
+            if begun < done:
+                parts = [(start, begun, HOST), (begun, done, EXPOSED), (done, end, HOST)]
+        for begun, done, kind in parts:
+            for one, other, phase in phases.split(begun, done):
+                module = (frame.module if frame is not None else "") or OUTSIDE[phase]
+                backward = (frame is not None and frame.backward) or phase == "backward"
+                found.append(_Piece(one, other, _in_phase(kind, phase), 0, module, backward))
+    return sorted(found)
+
+
+def _device_piece(span: DeviceSpan, frames: HostFrames, phases: Phases) -> _Piece:
+    frame = frames.of_operator.get(span.operator) if span.operator is not None else None
+    phase = phases.at(frame.span.start if frame is not None else span.start)
+    kind, rank = EXPOSED, 1
+    if not span.is_collective:
+        kind = kind_of_kernel(span.name, span.category, frame.kind if frame is not None else None)
+        kind = COPIES if kind == EXPOSED else kind  # What a collective copies to and from its buffers.
+        kind = OPTIMIZER if phase == "optimizer" else kind
+        rank = 2 if kind == COPIES and span.category != "kernel" else 0
+    module = (frame.module if frame is not None else "") or OUTSIDE[phase]
+    return _Piece(
+        span.start, span.end, kind, rank, module, (frame is not None and frame.backward) or phase == "backward"
+    )

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.profiling import energy_callback
-from dlo_plugins.profiling.energy_callback import CodecarbonCounter, Energy, NvmlCounter, RaplCounter, find_counters
+from dlo_plugins.profiling.energy_callback import Energy, count_codecarbon, count_nvml, count_rapl, find_counters
 from support.monitored import Net, fit
 
 
@@ -30,7 +30,7 @@ def test_rapl_adds_packages_and_their_memory_and_survives_a_counter_that_wraps(t
     memory = zone(tmp_path, "intel-rapl:0:1", "dram", 10)
     zone(tmp_path, "intel-rapl:1", "psys", 5)  # includes the package
     zone(tmp_path, "intel-rapl-mmio:0", "package-0", 7)  # the package again
-    counter = RaplCounter(tmp_path)
+    counter = count_rapl(tmp_path)
     assert counter.covers == "package-0, dram"
     (package / "energy_uj").write_text("100000\n")  # 1,000,000 is where it wraps
     (memory / "energy_uj").write_text("500010\n")
@@ -66,13 +66,13 @@ class Nvml:
 
 def test_nvml_counts_millijoules_since_the_start() -> None:
     nvml = Nvml()
-    counter = NvmlCounter("ab", nvml)
+    counter = count_nvml("ab", nvml)
     nvml.millijoules += 2_500
     assert counter.read() == 2.5
     counter.close()
     assert not nvml.open
     with pytest.raises(OSError, match="Driver Not Loaded"):
-        NvmlCounter("ab", Nvml(fails=True))
+        count_nvml("ab", Nvml(fails=True))
 
 
 def test_nvml_without_a_driver_is_a_reason() -> None:
@@ -80,12 +80,12 @@ def test_nvml_without_a_driver_is_a_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a driver")
     with pytest.raises(OSError, match="NVML"):
-        NvmlCounter("ab", pynvml)
+        count_nvml("ab", pynvml)
 
 
 def test_codecarbons_estimate_grows() -> None:
     pytest.importorskip("codecarbon")
-    counter = CodecarbonCounter()
+    counter = count_codecarbon()
     first = counter.read()
     sum(range(3_000_000))
     assert counter.read() > first >= 0

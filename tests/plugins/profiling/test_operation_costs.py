@@ -8,9 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from dlo_plugins.profiling.operation_costs import Work, operator_cost
-from dlo_plugins.profiling.step_breakdown import HostFrames, Phases
-from dlo_plugins.profiling.trace_file import parse_trace
+from dlo_plugins.profiling.operations import Work, operator_cost
+from dlo_plugins.profiling.step_breakdown import HostFrames, Phases, parse_trace
 
 
 def traced_flops(run, path) -> float:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlo_plugins.profiling.operation_kinds import (
+from dlo_plugins.profiling.operations import (
     ATTENTION,
     COPIES,
     DATA,
@@ -19,8 +19,7 @@ from dlo_plugins.profiling.operation_kinds import (
     kind_of_operator,
 )  # fmt: skip
 from dlo_plugins.profiling.rank_profile import group_modules, memory_timeline
-from dlo_plugins.profiling.step_breakdown import Breakdown, HostFrames, Phases, break_down
-from dlo_plugins.profiling.trace_file import MARK, MODULE, parse_trace
+from dlo_plugins.profiling.step_breakdown import MARK, MODULE, Breakdown, HostFrames, Phases, break_down, parse_trace
 
 
 def op(name: str, start: float, end: float, category: str = "cpu_op", thread: int = 1, **args: Any) -> dict[str, Any]:
