@@ -76,8 +76,8 @@ class Record:
 
     Attributes:
         operations: Operations.
-        casts: Numbers of parameters that autocast casts, which are no operations: divided by tensor parallelism, and
-            not. The casts grow with the model and not with the rows.
+        casts: Numbers of parameters that autocast casts: divided by tensor parallelism, and not. They grow with the
+            model and not with the rows, so that casts are left out of the operations.
     """
 
     operations: list[Operation] = field(default_factory=list)

@@ -177,7 +177,8 @@ def predict_chains(
     device = read_device(config)
     state, _ = run_state(config, model, *read_dtypes(config, device))
     profile = profile_run(model, datamodule, state, device)
-    names = model.parallel_plan().block_names(model.on_meta().model)
+    task = model.on_meta()
+    names = task.parallel_plan().block_names(task.model)
     if not names:
         raise DloError(
             f"remat: the parallel plan must name blocks, got none of {type(model).__name__}; name them in"
