@@ -318,7 +318,7 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
     if device not in ("cuda", "cpu"):
         raise DloError(f"machine {file}: device must be cuda or cpu, got {device!r}; correct it")
     return Machine(
-        **{key: read(key) for key in _NUMBERS},  # type: ignore[arg-type]
+        **{key: read(key) for key in _NUMBERS},
         name=str(values.get("name", Path(file).stem)),
         ranks_per_node=int(read("ranks_per_node")),
         peak=peak,
