@@ -164,7 +164,7 @@ BY_RANK = "must be the same on all ranks, got other values on each for net.block
 #: Modules that would train otherwise than in one process, and what refuses them.
 REFUSED: list[tuple[Callable[[], Module], str]] = [
     (lambda: Held(False), "must not hold parameters .* got net.stem.weight in .*pairs; take them from"),
-    (lambda: Held(True), "must not hold parameters .* got net.stem.weight in closure.pairs; take"),
+    (lambda: Held(True), "must not hold parameters .* got net.stem.weight in Held.pairs; take"),
     (lambda: Written(1), BY_RANK),
     (lambda: Written(3), BY_RANK),
     (lambda: Late(False), "got that of net.stem.weight replaced after it;"),
@@ -305,8 +305,8 @@ def _applied(rank: int, world: int, folder: Path) -> Any:
 
 
 CHECKS = (
-    _applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _refused, _manual, _evaluation,
-    _other_options, _clipped_by_value,
+    _applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _manual, _evaluation,
+    _other_options, _clipped_by_value, _refused,
 )  # fmt: skip
 
 
