@@ -150,7 +150,7 @@ def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4) -> Tenso
     draw = ImageDraw.Draw(canvas)
     for i, (image, text) in enumerate(zip(images, lines, strict=True)):
         x, y = gap + i % columns * (width + gap), gap + i // columns * (height + caption + gap)
-        canvas.paste(_to_pil(image), (x, y))
+        canvas.paste(Image.fromarray(image.cpu().permute(1, 2, 0).contiguous().numpy()), (x, y))
         draw.multiline_text((x, y + height + 1), text, fill=_INK, font=font, spacing=1)
     return _to_tensor(canvas)
 
@@ -260,10 +260,6 @@ def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageF
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
-
-
-def _to_pil(image: Tensor) -> Image.Image:
-    return Image.fromarray(np.ascontiguousarray(image.cpu().permute(1, 2, 0).numpy()))
 
 
 def _to_tensor(picture: Image.Image) -> Tensor:

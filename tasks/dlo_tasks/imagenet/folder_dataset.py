@@ -115,7 +115,7 @@ class ImageDataset:
         labels = []
         for place, draw in enumerate(draws):
             encode = partial(encode_view, self.view, numbers=numbers[place], size=size)
-            labels.append(self._load(draw, partial(_append_encoded, images, encode)))
+            labels.append(self._load(draw, lambda data, encode=encode: images.append(encode(data))))  # type: ignore[misc]
         return EncodedImages(images, size, self.view.interpolation), torch.tensor(labels)
 
     def _load(self, draw: Draw, make: Callable[[bytes], object]) -> int | None:
@@ -146,10 +146,6 @@ class ImageDataset:
             return self.source.read(index)
         except OSError as error:
             raise CorruptImageError(f"cannot be read: {error.strerror or error}") from error
-
-
-def _append_encoded(images: list[EncodedImage], encode: Callable[[bytes], EncodedImage], data: bytes) -> None:
-    images.append(encode(data))
 
 
 def _one_thread() -> None:

@@ -169,7 +169,8 @@ def resize_table(table: Tensor, old: Size, new: Size) -> Tensor:
     rows, columns = (2 * side - 1 for side in old)
     inner, extra = table[: rows * columns], table[rows * columns :]
     down, across = (
-        _stretched(2 * was - 1, 2 * side - 1).to(table.device, table.dtype) for was, side in zip(old, new, strict=True)
+        torch.tensor(_stretch(2 * was - 1, 2 * side - 1), dtype=torch.float64).to(table.device, table.dtype)
+        for was, side in zip(old, new, strict=True)
     )
     found = torch.einsum("yr,rch,xc->yxh", down, inner.view(rows, columns, -1), across)
     return torch.cat([found.flatten(0, 1), extra])
@@ -202,10 +203,6 @@ def _stretch(old: int, new: int) -> tuple[tuple[float, ...], ...]:
         row[right] += before / (after + before)
         weights.append(tuple(row))
     return tuple(weights)
-
-
-def _stretched(old: int, new: int) -> Tensor:
-    return torch.tensor(_stretch(old, new), dtype=torch.float64)
 
 
 # --- models and modules -------------------------------------------------------------------------------------

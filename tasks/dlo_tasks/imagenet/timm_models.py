@@ -137,7 +137,8 @@ def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
         model = _create(name, {key: value for key, value in args.items() if key != "img_size"})
     if "img_size" not in inspect.signature(type(model).__init__).parameters:
         return
-    what, unit = "patch", _patch_size(model)
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    what, unit = "patch", size[0] if isinstance(size, tuple | list) else size
     known = unit is not None
     if unit is None:
         what, unit = "the model's stride", _stride(model)
@@ -283,11 +284,6 @@ def sincos_2d(height: int, width: int, dim: int) -> Tensor:
     omega = 10_000.0 ** -(torch.arange(dim // 4).double() / max(1, dim // 4 - 1))
     angles_x, angles_y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega  # [HW, dim / 4]
     return torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], 1)[None].float()
-
-
-def _patch_size(model: nn.Module) -> int | None:
-    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    return None if size is None else int(size[0] if isinstance(size, tuple | list) else size)
 
 
 def _create(name: str, args: dict[str, Any], **more: Any) -> nn.Module:

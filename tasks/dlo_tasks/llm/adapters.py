@@ -164,7 +164,8 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     parts = {name.rsplit(".", cut)[0] for name in names for cut in range(name.count(".") + 1)}
     for pattern in patterns:
-        frozen = [name for name in names if _owns(pattern, name)]
+        plan = ParallelPlan(tensor={pattern: Rule.COLUMN})
+        frozen = [name for name in names if plan.rule_for(name) is Rule.COLUMN]
         if not frozen:
             raise DloError(
                 f"freeze must match parameters of the model, got '{pattern}'"
@@ -186,10 +187,6 @@ def freeze_unused_by_text(model: Any) -> None:
         for parameter in model.parameters():
             if id(parameter) not in used:
                 parameter.requires_grad_(False)
-
-
-def _owns(pattern: str, name: str) -> bool:
-    return ParallelPlan(tensor={pattern: Rule.COLUMN}).rule_for(name) is Rule.COLUMN
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
@@ -226,17 +223,13 @@ def merge_adapters(model: nn.Module) -> None:
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the adapters' weights, under the names that `peft.PeftModel.from_pretrained` reads."""
-    return {
-        _peft_name(name): tensor.detach().contiguous()
-        for name, tensor in model.state_dict().items()
-        if ".lora_" in name
-    }
-
-
-def _peft_name(name: str) -> str:
-    """Returns the name in an adapter's file; DoRA's magnitude, a weight of a module, has the name of the module."""
-    name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            # DoRA's magnitude, a weight of a module, has the name of the module.
+            name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+            found[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = tensor.detach().contiguous()
+    return found
 
 
 # --- base weights in 4 bits ----------------------------------------------------------------------------------

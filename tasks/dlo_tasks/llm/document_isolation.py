@@ -176,7 +176,8 @@ def find_isolation(
         find_blocks: Function that returns the blocks of a model.
     """
     kinds = {type(module) for module in mixers(find_blocks(twin))}
-    attention = {kind for kind in kinds if "Attention" in kind.__name__ and _takes_mask(kind)}
+    masked = {kind for kind in kinds if _MASK in inspect.signature(kind.forward).parameters}
+    attention = {kind for kind in masked if "Attention" in kind.__name__}
     for gathers in (False, True):
         if gathers and not position_embeddings(twin):
             return None
@@ -189,10 +190,6 @@ def find_isolation(
                 if near(run(trial) if gathers else run(trial, position_ids=position_ids), expected):
                     return isolation
     return None
-
-
-def _takes_mask(kind: type[nn.Module]) -> bool:
-    return _MASK in inspect.signature(kind.forward).parameters
 
 
 def near(one: Tensor, other: Tensor) -> bool:
@@ -214,15 +211,15 @@ def mixers(blocks: nn.ModuleList) -> Iterator[nn.Module]:
     is not.
     """
     for block in blocks:
-        stateful = {name: part for name, part in block.named_modules() if name and _is_stateful(part)}
+        stateful = {
+            name: part
+            for name, part in block.named_modules()
+            if name and not inspect.signature(part.forward).parameters.keys().isdisjoint((*_STATES, _MASK))
+        }
         for name, part in stateful.items():
             is_innermost = not any(other.startswith(f"{name}.") for other in stateful)
             if is_innermost or "Attention" in type(part).__name__:
                 yield part
-
-
-def _is_stateful(module: nn.Module) -> bool:
-    return any(name in (*_STATES, _MASK) for name in inspect.signature(module.forward).parameters)
 
 
 def position_embeddings(model: nn.Module) -> list[nn.Module]:

@@ -65,23 +65,14 @@ def count_token_bytes(tokenizer: Any, size: int) -> Tensor:
     """
     counts = torch.zeros(size, dtype=torch.long)
     special = set(tokenizer.all_special_ids)
-    is_byte_level = _is_byte_level(tokenizer)
+    # Those of GPT-2 and Llama 3 represent each byte by one character.
+    is_byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     for token, number in tokenizer.get_vocab().items():
-        if number < size and number not in special:
-            counts[number] = _bytes_of(token, is_byte_level)
+        if number >= size or number in special:
+            continue
+        if is_byte_level:
+            counts[number] = len(token)
+        else:
+            is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            counts[number] = 1 if is_byte else len(token.replace("▁", " ").encode())
     return counts
-
-
-def _bytes_of(token: str, is_byte_level: bool) -> int:
-    if is_byte_level:
-        return len(token)
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return 1
-    return len(token.replace("▁", " ").encode())
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Returns whether a tokenizer represents each byte by one character, as those of GPT-2 and Llama 3 do."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = repr(getattr(fast, "decoder", None))
-    return "ByteLevel" in decoder

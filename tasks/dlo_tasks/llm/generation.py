@@ -97,12 +97,15 @@ def complete_ids(
     check_generation_length(model, input_ids.shape[1], sampling.max_new_tokens)
     ends = end_tokens(model, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
+    drawing: dict[str, Any] = {}
+    if sampling.temperature > 0 and draws is None:
+        drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
-        do_sample=sampling.temperature > 0 and draws is None,
+        do_sample=bool(drawing),
         eos_token_id=ends or None,
         pad_token_id=pad if pad is not None else ends[0] if ends else 0,
-        **(_drawing(sampling) if draws is None else {}),
+        **drawing,
     )
     processors: list[Any] = [] if softcap is None else [SoftcappedLogits(softcap)]
     if draws is not None:
@@ -190,12 +193,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def _drawing(sampling: Sampling) -> dict[str, Any]:
-    if sampling.temperature == 0:
-        return {}
-    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
-
-
 def complete_texts(
     model: PreTrainedModel,
     prompts: Sequence[str | list[dict[str, Any]]],
@@ -223,7 +220,8 @@ def complete_texts(
 def as_markdown(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[str]) -> str:
     """Returns samples in Markdown: each prompt with its completion, as a code block."""
     pairs = zip(map(format_prompt, prompts), texts, strict=True)
-    return "\n\n".join(_indented(f"{prompt}⟶{text}") for prompt, text in pairs)
+    blocks = (f"{prompt}⟶{text}".splitlines() for prompt, text in pairs)
+    return "\n\n".join("\n".join(f"    {line}" for line in block) for block in blocks)
 
 
 def print_samples(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[str]) -> None:
@@ -231,10 +229,6 @@ def print_samples(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence
     print("\nsamples, each a prompt⟶completion:")
     for prompt, text in zip(map(format_prompt, prompts), texts, strict=True):
         print(f"---\n{prompt}⟶{text}")
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 #: Names of the cache in transformers' forwards: that of 5.24, and that of earlier versions.

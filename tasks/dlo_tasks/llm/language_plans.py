@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,8 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
     around = model.get_submodule(parent)  # the blocks' parent: the base model, or OPT's decoder in it
     prefix = f"{parent}." if parent else ""
     head_name = _name_of(model, model.get_output_embeddings())
-    own = [child for child, module in around.named_children() if _holds_tensors(module) and module is not blocks]
+    beside = [(child, module) for child, module in around.named_children() if module is not blocks]
+    own = [child for child, module in beside if next(chain(module.parameters(), module.buffers()), None) is not None]
     own = [child for child in own if prefix + child != head_name]
     after = _after_blocks(model, around, name.removeprefix(prefix))
     head = [prefix + child for child in own if child in after] + [head_name]
@@ -78,7 +80,9 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
         stem=tuple(stem),
         head=tuple(head),
         tensor=_tensor_rules(model, pattern, head_name),
-        attention=tuple(_attention(blocks, pattern)),
+        attention=tuple(
+            f"{pattern}.{name}" for name, part in blocks[0].named_children() if "Attention" in type(part).__name__
+        ),
         tied=tied_groups(model),
         experts=tuple(_experts(model, name)),
     )
@@ -131,7 +135,9 @@ def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, R
     if not rules:
         return {}
     _, first = find_blocks(model)
-    rules |= {f"{blocks}.{name}": Rule.SEQUENCE for name, module in first[0].named_children() if _is_norm(module)}
+    for name, module in first[0].named_children():
+        if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+            rules[f"{blocks}.{name}"] = Rule.SEQUENCE
     embedding = _name_of(model, model.get_input_embeddings())
     of_heads = {pattern: Rule.HEADS for pattern in rules if _names_vectors(model, pattern)}
     return (
@@ -154,10 +160,6 @@ def _rule(family: str, leaf: str, style: str) -> Rule | None:
     if "qkv" in leaf or "query_key_value" in leaf or "gate_up" in leaf:
         return None
     return _HEADS.get(leaf) if style == "colwise" and leaf in _HEADS else _STYLES.get(style)
-
-
-def _attention(blocks: nn.ModuleList, pattern: str) -> list[str]:
-    return [f"{pattern}.{name}" for name, module in blocks[0].named_children() if "Attention" in type(module).__name__]
 
 
 def _experts(model: PreTrainedModel, blocks: str) -> list[str]:
@@ -212,14 +214,6 @@ def _names_vectors(model: PreTrainedModel, pattern: str) -> bool:
         if plan.rule_for(name) is Rule.COLUMN and plan.rule_for(name.rpartition(".")[0]) is not Rule.COLUMN
     ]
     return bool(named) and all(".self_attn." in name and parameter.ndim == 1 for name, parameter in named)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

@@ -209,17 +209,13 @@ def _files(folder: Path) -> list[Path]:
 def _stored_name(names: list[str], saved: LazyStateDict, base: str) -> str:
     """Returns the stored name of a parameter: tied ones have several names, and some files omit the base's prefix."""
     plain = [name.replace(".base_layer.", ".") for name in names]
-    for name in [*plain, *_without(plain, base)]:
+    for name in [*plain, *(name.removeprefix(f"{base}.") for name in plain if name.startswith(f"{base}."))]:
         if name in saved:
             return name
     raise DloError(
         f"weights must include {plain[0]}, got {saved!r}, where transformers may store it under another name; remove"
         " meta_init, so that transformers reads the weights"
     )
-
-
-def _without(names: list[str], base: str) -> Iterator[str]:
-    return (name.removeprefix(f"{base}.") for name in names if name.startswith(f"{base}."))
 
 
 @dataclass(frozen=True)
@@ -381,7 +377,11 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in about["tokenizer"].items():
-        path = _below(folder, name)
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise DloError(
+                f"tokenizer files of a checkpoint must be inside its folder, got {name!r}; do not trust this checkpoint"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     if lora is not None and not lora.merge:
@@ -433,7 +433,8 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     except RuntimeError as error:
         raise DloError(f"checkpoint's weights do not match its config: {error}") from error
     if about["lora"] is not None and model.get_output_embeddings() in adapters.adapter_layers(model).values():
-        _untie(model)
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False  # The head's weights were loaded separately.
     else:
         model.tie_weights()
     if about["generation_config"] is not None:
@@ -444,22 +445,6 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Returns a tensor in a dtype; integers, which are codes of 4-bit weights, stay as they are."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _untie(model: Any) -> None:
-    """Marks a head with an adapter as untied in the config; its weights were loaded separately."""
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
-
-
-def _below(folder: Path, name: str) -> Path:
-    """Returns a path inside a folder; refuses names that lead out of it."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise DloError(
-            f"tokenizer files of a checkpoint must be inside its folder, got {name!r}; do not trust this checkpoint"
-        )
-    return path
 
 
 def _write_adapter(model: Any, lora: Lora, base: str | None, folder: Path) -> str:

@@ -437,7 +437,7 @@ class PreferenceLM(CausalLM):
         chosen, rejected = (torch.where(real, scores[:, first::2], -1.0) for first in (0, 1))
         compute = getattr(preference_losses, f"{self.objective}_losses")
         more = (self.gamma,) if self.objective == "simpo" else ()
-        losses: Tensor = compute(chosen, rejected, self.beta, *more)
+        losses = compute(chosen, rejected, self.beta, *more)
         return torch.where(real, losses, 0)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:

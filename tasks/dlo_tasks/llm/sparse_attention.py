@@ -93,7 +93,8 @@ def install(model: PreTrainedModel, option: Attention | str | None, device: torc
     if device is not None:
         dtype = packed_attention.dtype_of(model, device)
         dropout = packed_attention.has_dropout(config)
-        plain = not getattr(config, "attn_logit_softcapping", None) and not _has_sinks(model)
+        has_sinks = any(getattr(part, "sinks", None) is not None for part in model.modules())
+        plain = not getattr(config, "attn_logit_softcapping", None) and not has_sinks
         kernel = choose_kernel(option.kernel, mask, device, dtype, dropout=dropout, plain_scores=plain)
     names = plan_for(model).attention_names(model)
     _register()
@@ -281,7 +282,3 @@ def _check_module(model: PreTrainedModel, name: str) -> None:
             f" attention.mask, got {type(part).__name__}, which does not; choose a family that does: llama, qwen3,"
             " gpt_neox..."
         )
-
-
-def _has_sinks(model: nn.Module) -> bool:
-    return any(getattr(part, "sinks", None) is not None for part in model.modules())

@@ -53,20 +53,15 @@ def cached_file(path: Path, what: str) -> Iterator[Path]:
     """
     try:
         with open_atomic(path, shared=True) as partial:
-            _clear(path.parent)
+            for left in path.parent.glob(f"*{PARTIAL}"):  # of killed processes
+                with contextlib.suppress(OSError):  # Another process may have removed it.
+                    if time.time() - left.stat().st_mtime > _ABANDONED:
+                        left.unlink()
             yield partial
     except OSError as error:
         raise DloError(
             f"{what} cannot be written to {path.parent}: {error}; set cache_dir to a writable folder with enough space"
         ) from error
-
-
-def _clear(folder: Path) -> None:
-    """Removes abandoned temporary files of killed processes."""
-    for left in folder.glob(f"*{PARTIAL}"):
-        with contextlib.suppress(OSError):  # Another process may have removed it.
-            if time.time() - left.stat().st_mtime > _ABANDONED:
-                left.unlink()
 
 
 #: Version of the format, part of every cache's name: a new version invalidates all caches.
@@ -125,7 +120,7 @@ class TokenStore:
         self.offset = start = _HEADER
         #: Tokens as stored, with the flag of targets, uint16 or uint32 [T].
         self.raw = self._map(kind, start, count)
-        start += _padded(count * kind.itemsize)
+        start += count * kind.itemsize + -count * kind.itemsize % 8
         self.bounds = self._map(np.dtype("<i8"), start, documents + 1)
         self.hashes = self._map(np.dtype("<u8"), start + 8 * (documents + 1), documents)
         self.files = self._map(np.dtype("<i8"), start + 8 * (2 * documents + 1), documents)
@@ -258,7 +253,3 @@ def _read_header(path: Path) -> dict[str, Any]:
     if size != header["size"]:
         raise DamagedTokenCache(path, f"is truncated: {size} of {header['size']} bytes")
     return header
-
-
-def _padded(size: int) -> int:
-    return size + -size % 8

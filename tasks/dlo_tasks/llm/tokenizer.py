@@ -298,10 +298,5 @@ def _train(files: Sequence[Path], vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(files), trainer, length=len(files))
+    tokenizer.train_from_iterator(map(read_text, files), trainer, length=len(files))
     return str(tokenizer.to_str())
-
-
-def _texts(files: Sequence[Path]) -> Iterator[str]:
-    for path in files:
-        yield read_text(path)
