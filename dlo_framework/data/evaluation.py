@@ -85,13 +85,14 @@ def count_samples(trainer: Trainer, samples: int) -> bool:
         results: Any = trainer._results
         if results is not None:
             results.batch_size = torch.tensor(float(samples))
-        if samples:
+        with contextlib.nullcontext() if samples else undone(trainer.lightning_module, results):
             outputs = step(*args, **kwargs)
-        else:
-            with undone(trainer.lightning_module, results):
-                outputs = step(*args, **kwargs)
+        if not samples:
             outputs = without_rows(outputs) if name == "predict_step" else None
-        _count_in_floats(results)
+        for logged in results.values() if results is not None else ():
+            if logged.is_tensor and logged.meta.is_mean_reduction:
+                # Floats: a mean over ranks would truncate the sums of batch sizes to integers.
+                logged.cumulated_batch_size = logged.cumulated_batch_size.to(torch.float32)
         return outputs
 
     strategy.__dict__[name] = counted
@@ -116,13 +117,6 @@ def mixes_batches(trainer: Trainer) -> bool:
         return True
     combined = fetcher.combined_loader
     return combined._mode != "sequential" and len(combined.flattened) > 1
-
-
-def _count_in_floats(results: Any) -> None:
-    """Makes the sums of batch sizes floats, which a mean over ranks does not truncate to integers."""
-    for logged in results.values() if results is not None else ():
-        if logged.is_tensor and logged.meta.is_mean_reduction:
-            logged.cumulated_batch_size = logged.cumulated_batch_size.to(torch.float32)
 
 
 @contextlib.contextmanager
@@ -362,17 +356,12 @@ class DistributedEvalLoader:
         for batch in self.loader:
             samples = min(left, self.share.batch_size)
             left -= samples
-            if counts and not samples:
-                self._forget_last_indices()
+            noted = getattr(self.loader.batch_sampler, "seen_batch_indices", None)
+            if counts and not samples and noted:
+                noted[-1] = []  # A prediction writer does not get the index of a batch that does not count.
             is_counted = counts and trainer is not None and count_samples(trainer, samples)
             if is_counted or samples or not counts:
                 yield batch
-
-    def _forget_last_indices(self) -> None:
-        """Removes the index of a batch that does not count from those that a prediction writer gets."""
-        noted = getattr(self.loader.batch_sampler, "seen_batch_indices", None)
-        if noted:
-            noted[-1] = []
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the DataLoader, such as its dataset."""

@@ -260,6 +260,8 @@ class ResumableLoader:
 class _Batches:
     """Iterable of the inner loader: the sampler's batches from the position where the epoch begins.
 
+    Each is yielded after the ``batches_ahead`` batches that follow it were announced to the dataset.
+
     It holds references to the sampler and the dataset only. With one to the loader, both would wait for the garbage
     collector, which ends workers out of order: each then takes five seconds to notice.
     """
@@ -269,24 +271,20 @@ class _Batches:
         self.first_sample = 0
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        batches = self.sampler.batches_from(self.first_sample)
-        if self.announced_to is None or not self.announced_to.batches_ahead:
-            return batches
-        return announce_batches(batches, self.announced_to)
+        batches, dataset = self.sampler.batches_from(self.first_sample), self.announced_to
+        if dataset is None or not dataset.batches_ahead:
+            yield from batches
+            return
+        waiting: deque[list[Draw]] = deque()
+        for draws in batches:
+            dataset.read_ahead(draws)
+            waiting.append(draws)
+            if len(waiting) > dataset.batches_ahead:
+                yield waiting.popleft()
+        yield from waiting
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-
-def announce_batches(batches: Iterator[list[Draw]], dataset: ReadAheadDataset) -> Iterator[list[Draw]]:
-    """Yields the batches, each after the ``batches_ahead`` batches that follow it were announced to the dataset."""
-    waiting: deque[list[Draw]] = deque()
-    for draws in batches:
-        dataset.read_ahead(draws)
-        waiting.append(draws)
-        if len(waiting) > dataset.batches_ahead:
-            yield waiting.popleft()
-    yield from waiting
 
 
 def _as_is(batch: Any) -> Any:
@@ -312,7 +310,11 @@ class _Fetcher(Dataset):
                 if self._fetches:
                     batch = self._dataset.fetch(draws)
                 else:
-                    batch = self._collate([self._item(draw) for draw in draws])
+                    items = []
+                    for draw in draws:
+                        seed_all(draw.seed)
+                        items.append(self._dataset[draw.index])
+                    batch = self._collate(items)
         except DloError as error:
             if not in_worker:
                 raise
@@ -321,13 +323,9 @@ class _Fetcher(Dataset):
             return batch._replace(samples=min(samples, batch.samples))
         return CountedBatch(batch, samples)
 
-    def _item(self, draw: Draw) -> Any:
-        seed_all(draw.seed)
-        return self._dataset[draw.index]
-
 
 #: Signals that ask a run to stop.
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])}
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
@@ -340,10 +338,9 @@ def ignore_stop_signals(worker: int = 0) -> None:
     Args:
         worker: Number of the worker, from ``DataLoader``.
     """
-    tells = hasattr(signal, "sigwaitinfo")
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Threads that start later inherit it.
     run = multiprocessing.parent_process()
-    if tells and run is not None and run.pid is not None:
+    if hasattr(signal, "sigwaitinfo") and run is not None and run.pid is not None:
         threading.Thread(target=_end_when_told_by, args=(run.pid,), daemon=True).start()
     else:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

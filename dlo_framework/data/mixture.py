@@ -68,18 +68,16 @@ class Mixture:
         self.names = list(names)
         check_points(self.names, points)
         self.ramp = ramp
-        self._exact = _ExactShares([_normalise(point, self.names) for point in points], ramp)
+        self._exact = _ExactShares(
+            [point.samples for point in points],
+            [[Fraction(point.weights[name]) for name in names] for point in points],
+            ramp,
+        )
         self._times = np.array([point.samples for point in points], dtype=np.float64)
         self._weights = np.array([[float(weight) for weight in row] for row in self._exact.weights])
         self._integrals = np.array([[float(share) for share in row] for row in self._exact.integrals])
         self._marks: dict[int, np.ndarray] = {}
         self._blocks: dict[int, Assignment] = {}
-
-    def shares(self, samples: float) -> np.ndarray:
-        """Returns how many of the run's first samples each source should give, float64 [sources]."""
-        place, weights, slope = self._segment(samples)
-        past = samples - self._times[place]
-        return np.asarray(self._integrals[place] + past * (weights + 0.5 * slope * past))
 
     def assign(self, start: int, stop: int) -> Assignment:
         """Returns the sources of the run's samples ``start`` to ``stop - 1``.
@@ -102,13 +100,6 @@ class Mixture:
         if not found:
             return Assignment(np.empty(0, np.int64), np.empty(0, np.int64))
         return Assignment(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
-
-    def counts(self, samples: int) -> np.ndarray:
-        """Returns how many of the run's first ``samples`` each source gives, int64 [sources]."""
-        block = self._block_of(samples)
-        before = self._counts(block)
-        extra = self.assign(int(before.sum()), samples).source
-        return before + np.bincount(extra, minlength=len(self.names))
 
     def _segment(self, samples: float) -> tuple[int, np.ndarray, np.ndarray]:
         """Returns the moment before, the weights there, and their change per sample."""
@@ -182,14 +173,14 @@ class _ExactShares:
     """Shares of the sources as fractions.
 
     Args:
-        moments: Moments with normalised weights.
+        times: Moments, in samples.
+        weights: Weights of the sources at each moment, of which only the ratios count.
         ramp: Change between two moments.
     """
 
-    def __init__(self, moments: Sequence[tuple[int, list[Fraction]]], ramp: Ramp) -> None:
-        self.times = [samples for samples, _ in moments]
-        self.weights = [weights for _, weights in moments]
-        self.ramp = ramp
+    def __init__(self, times: list[int], weights: list[list[Fraction]], ramp: Ramp) -> None:
+        self.times, self.ramp = times, ramp
+        self.weights = [[weight / sum(row) for weight in row] for row in weights]
         self.integrals: list[list[Fraction]] = [[Fraction(0)] * len(self.weights[0])]
         for place, samples in enumerate(self.times[1:]):
             self.integrals.append(self._until(place, samples))
@@ -210,12 +201,6 @@ class _ExactShares:
                 for now, then in zip(after, self.weights[place + 1], strict=True)
             ]
         return [share + weight * past for share, weight in zip(self.integrals[place], after, strict=True)]
-
-
-def _normalise(point: MixturePoint, names: Sequence[str]) -> tuple[int, list[Fraction]]:
-    weights = [Fraction(point.weights[name]) for name in names]
-    total = sum(weights)
-    return point.samples, [weight / total for weight in weights]
 
 
 class MixtureOrder:
@@ -349,13 +334,13 @@ class MixOptions(NamedTuple):
         """
         mixture = Mixture(names, read_points(self.mix, names, sizes), self.ramp)
         seeds = (hash64(np.arange(len(names)), seed) >> np.uint64(1)).tolist()
-        orders = [self._order_of(size, own) for size, own in zip(sizes, seeds, strict=True)]
+        orders: list[SampleOrder] = [
+            GlobalShuffle(size, own)
+            if self.shuffle == "global"
+            else BufferShuffle(size, own, chunk=self.chunk, buffer=self.buffer)
+            for size, own in zip(sizes, seeds, strict=True)
+        ]
         return MixtureOrder(mixture, orders, self.epoch_samples)
-
-    def _order_of(self, size: int, seed: int) -> SampleOrder:
-        if self.shuffle == "global":
-            return GlobalShuffle(size, seed)
-        return BufferShuffle(size, seed, chunk=self.chunk, buffer=self.buffer)
 
     def check(self, names: Sequence[str]) -> None:
         """Checks the options before files are opened.

@@ -163,7 +163,7 @@ class ResumableDataModule(LightningDataModule):
             dataset,
             **options,
             batch_sampler=make_sampler and make_sampler(**options),
-            in_work=_step_watch(self),
+            in_work=_weak(self._has_batch_in_work),
             collate_fn=collate_fn,
             **self._worker_options(),
         )
@@ -210,19 +210,30 @@ class ResumableDataModule(LightningDataModule):
             drop_last=False,
             collate_fn=collate_fn,
             batch_sampler=make_sampler and make_sampler(batch_size=per_rank, rank=rank, world_size=world_size),
-            before_step=_sample_counter(self),
+            before_step=_weak(self._count_samples),
             **self._worker_options(),
         )
         loader.sampler.evens_out &= not self._ends_early(loader)
         self._loaders[name] = loader
         return loader
 
+    def _has_batch_in_work(self) -> bool:
+        """Whether a training batch was handed out whose step is not complete: it raised, and a checkpoint is saved."""
+        if self.trainer is None:
+            return False
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(max(progress.ready, progress.started) > progress.processed)
+
+    def _count_samples(self, samples: int) -> bool:
+        """Passes the number of samples in a batch to the trainer's next step."""
+        return self.trainer is not None and count_samples(self.trainer, samples)
+
     def _ends_early(self, loader: ResumableLoader) -> bool:
         """Whether the trainer's limit drops the last batch: then no other one may give samples to it."""
         if self.trainer is None:
             return False
         running = self.trainer.state.fn
-        stage = "test" if running == TrainerFn.TESTING else "predict" if running == TrainerFn.PREDICTING else "val"
+        stage = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(running, "val")  # type: ignore[arg-type]
         limit = getattr(self.trainer, f"limit_{stage}_batches")
         return (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader)
 
@@ -267,7 +278,8 @@ class ResumableDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Ends the workers."""
-        self._close()
+        for loader in [*self._loaders.values(), *filter(None, (reference() for reference in self._made))]:
+            loader.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Ends the workers of a run that was stopped or has failed: Lightning does not call ``teardown`` then.
@@ -275,11 +287,7 @@ class ResumableDataModule(LightningDataModule):
         A second Ctrl-C skips this: a hanging worker would be waited for, and the process ends anyway.
         """
         if not isinstance(exception, KeyboardInterrupt):
-            self._close()
-
-    def _close(self) -> None:
-        for loader in [*self._loaders.values(), *filter(None, (reference() for reference in self._made))]:
-            loader.close()
+            ResumableDataModule.teardown(self, "fit")
 
     def _restore(self, loader: ResumableLoader, state: dict[str, int]) -> None:
         loader.load_state_dict(state)
@@ -314,33 +322,19 @@ class ResumableDataModule(LightningDataModule):
         }
 
 
-def _step_watch(module: LightningDataModule) -> Callable[[], bool]:
-    """Returns a function that tells whether a training batch was handed out whose step is not complete.
+def _weak(method: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns a function that calls a method of an object that it does not keep alive; False without the object.
 
-    This is so when a step raises, and a checkpoint is saved then. The function does not keep the datamodule alive: a
-    cycle of references would leave the workers to the garbage collector, which ends them slowly.
+    A loader must not keep its datamodule: a cycle of references would leave the workers to the garbage collector, which
+    ends them slowly.
     """
-    reference = weakref.ref(module)
+    reference = weakref.WeakMethod(method)
 
-    def batch_in_work() -> bool:
-        owner = reference()
-        if owner is None or owner.trainer is None:
-            return False
-        progress: Any = owner.trainer.fit_loop.epoch_loop.batch_progress.current
-        return bool(max(progress.ready, progress.started) > progress.processed)
+    def call(*args: Any) -> bool:
+        found = reference()
+        return found is not None and found(*args)
 
-    return batch_in_work
-
-
-def _sample_counter(module: LightningDataModule) -> Callable[[int], bool]:
-    """Returns a function that passes the number of samples in a batch to the trainer's next step."""
-    reference = weakref.ref(module)
-
-    def tell(samples: int) -> bool:
-        owner = reference()
-        return owner is not None and owner.trainer is not None and count_samples(owner.trainer, samples)
-
-    return tell
+    return call
 
 
 def default_workers(cores: int, on_accelerator: bool) -> int:

@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
 from dlo_framework.atomic_file import PARTIAL
@@ -40,19 +41,6 @@ _TRIES = 4
 #: What file systems call the version of a file; `blob_id` is that of `hf://`.
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
 _THREADS = 32
-
-
-class ByteFile(Protocol):
-    """File with random access."""
-
-    name: str
-    size: int
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Returns ``size`` bytes from ``offset``."""
-
-    def local_path(self) -> Path:
-        """Returns a path of the full file on the local disk."""
 
 
 def cache_folder(given: str | None, kind: str) -> Path:
@@ -190,11 +178,11 @@ class LocalFile:
             self.size = path.stat().st_size
         except OSError as error:
             raise DloError(f"{path} cannot be read: {error.strerror}; correct the path") from error
-        self._opened: dict[int, int] = {}  # descriptors by process
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns ``size`` bytes from ``offset``, by one ``pread``."""
-        return read_at(self._descriptor(), size, offset)
+        file = self._file
+        return read_at(file.fileno(), size, offset)
 
     def local_path(self) -> Path:
         """Returns the file's path."""
@@ -205,23 +193,16 @@ class LocalFile:
         stat = self.path.stat()
         return f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
 
-    def _descriptor(self) -> int:
-        process = os.getpid()
-        found = self._opened.get(process)
-        if found is None:
-            opened = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            found = self._opened.setdefault(process, opened)
-            if found != opened:  # Another thread was faster.
-                os.close(opened)
-        return found
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return open(self.path, "rb", buffering=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_file"}
 
     def __del__(self) -> None:
-        opened = getattr(self, "_opened", {}).get(os.getpid())
-        if opened is not None:
-            os.close(opened)
+        if "_file" in self.__dict__:
+            self._file.close()
 
 
 class RemoteFile:
@@ -525,7 +506,7 @@ class TarMember(NamedTuple):
     size: int
 
 
-def scan_tar(file: ByteFile) -> Iterator[TarMember]:
+def scan_tar(file: LocalFile | RemoteFile) -> Iterator[TarMember]:
     """Yields the regular files of a tar, in their order; reads all headers.
 
     Members are called ``KEY.SUFFIX``, those of a sample in a row. Nothing is extracted to a file system, so that names
@@ -550,13 +531,13 @@ def scan_tar(file: ByteFile) -> Iterator[TarMember]:
 
 
 class SeekableBytes(io.RawIOBase):
-    """Readable file object of a :class:`ByteFile`.
+    """Readable file object of a local or remote file.
 
     Args:
         file: File to read.
     """
 
-    def __init__(self, file: ByteFile) -> None:
+    def __init__(self, file: LocalFile | RemoteFile) -> None:
         self._file, self._at = file, 0
 
     def readable(self) -> bool:

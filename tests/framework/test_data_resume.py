@@ -89,8 +89,9 @@ def uninterrupted(tmp_path_factory) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("asks_length", [False, True])
-@pytest.mark.parametrize(("workers", "stop"), [(0, 3), (0, 10), (0, 14), (0, 20), (2, 3), (2, 14)])
+@pytest.mark.parametrize(
+    ("workers", "stop", "asks_length"), [(0, 3, False), (0, 10, True), (0, 14, True), (0, 20, False), (2, 14, True)]
+)
 def test_stopped_by_max_steps_and_resumed(tmp_path, uninterrupted, workers: int, stop: int, asks_length: bool) -> None:
     seen: list[list[int]] = []
     path = run(tmp_path, Recorder(seen), workers, max_steps=stop)
@@ -99,8 +100,7 @@ def test_stopped_by_max_steps_and_resumed(tmp_path, uninterrupted, workers: int,
     assert seen == uninterrupted
 
 
-@pytest.mark.parametrize("asks_length", [False, True])
-@pytest.mark.parametrize("stop", [0, 4, 9, 10, 15])
+@pytest.mark.parametrize(("stop", "asks_length"), [(0, True), (4, False), (9, True), (10, False)])
 def test_stopped_by_an_error_inside_a_step_and_resumed(tmp_path, uninterrupted, stop: int, asks_length: bool) -> None:
     seen: list[list[int]] = []
     path = run(tmp_path, Recorder(seen, raise_at=stop), 0)
@@ -109,13 +109,12 @@ def test_stopped_by_an_error_inside_a_step_and_resumed(tmp_path, uninterrupted, 
     assert seen == uninterrupted
 
 
-@pytest.mark.parametrize("limit", [7])
-def test_a_limited_epoch_is_resumed_within_its_limit(tmp_path, limit: int) -> None:
+def test_a_limited_epoch_is_resumed_within_its_limit(tmp_path) -> None:
     whole: list[list[int]] = []
-    run(tmp_path, Recorder(whole), 0, limit_train_batches=limit)
+    run(tmp_path, Recorder(whole), 0, limit_train_batches=7)
     seen: list[list[int]] = []
-    path = run(tmp_path, Recorder(seen), 0, max_steps=10, limit_train_batches=limit)
-    run(tmp_path, Recorder(seen), 0, ckpt=path, limit_train_batches=limit)
+    path = run(tmp_path, Recorder(seen), 0, max_steps=10, limit_train_batches=7)
+    run(tmp_path, Recorder(seen), 0, ckpt=path, limit_train_batches=7)
     assert seen == whole
 
 
@@ -198,8 +197,9 @@ class PairRecorder(Recorder):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("asks_length", [False, True])
-@pytest.mark.parametrize("sizes", [(SIZE, SIZE), (SIZE, 12), (12, SIZE)])
+@pytest.mark.parametrize(
+    ("sizes", "asks_length"), [((SIZE, SIZE), False), ((SIZE, 12), True), ((12, SIZE), True), ((12, SIZE), False)]
+)
 def test_several_training_loaders_each_go_on(tmp_path, sizes, asks_length):
     whole: list[list[int]] = []
     fit_pair(tmp_path, PairRecorder(whole, asks_length), sizes)

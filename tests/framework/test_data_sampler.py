@@ -108,18 +108,10 @@ def test_seeds_depend_on_epoch_and_index_only() -> None:
 
     one, four, later = seeds(60, 1, 0), seeds(5, 4, 0), seeds(60, 1, 1)
     assert one == four
+    assert list(one) != list(later)
     assert all(0 <= seed < 2**63 for seed in one.values())
     assert len(set(one.values())) == 60
     assert not set(one.values()) & set(later.values())
-
-
-def test_epochs_have_different_orders_and_seeds_too() -> None:
-    orders = {
-        tuple(d.index for d in whole_epoch(50, batch=50, world=1, epoch=e, seed=s, shuffle=True, drop_last=True)[0])
-        for e in range(3)
-        for s in range(3)
-    }
-    assert len(orders) == 9
 
 
 def test_repeated_augmentation_puts_differently_seeded_copies_side_by_side() -> None:
