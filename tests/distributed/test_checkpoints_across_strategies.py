@@ -25,7 +25,7 @@ STRATEGIES = {
     "zero3_offload": partial(ZeroStrategy, 3, offload="both"),
     "fsdp": FSDPStrategy,
 }
-SAVED, STEPS = 5, 10
+SAVED, STEPS = 3, 6
 
 
 class Model(LightningModule):
@@ -102,7 +102,7 @@ def test_each_strategy_goes_on_from_another_and_from_one_process(tmp_path: Path)
     (alone,) = run_distributed(_runs, 1, [("ddp", tmp_path / "one", None, "adamw")], backend=None)
     jobs = [(name, tmp_path / name, None, "adamw") for name in names]
     jobs += [(name, tmp_path / f"{name}2", tmp_path / names[n - 1], "adamw") for n, name in enumerate(names)]
-    jobs += [(name, tmp_path / f"{name}1", tmp_path / "one", "adamw") for name in names]
+    jobs += [(name, tmp_path / f"{name}1", tmp_path / "one", "adamw") for name in ("zero2", "zero3", "fsdp")]
     found = run_distributed(_runs, 2, jobs, backend=None, timeout=280)[0]
     for number, (name, save, resume, _) in enumerate(jobs):
         expected = alone[0] if resume is None else alone[0][SAVED:]

@@ -1,0 +1,248 @@
+"""State that strategies divide in ways of its own: parameters without dims (CLIP's temperature, a gate), buffers, and
+optimizers that make state in their constructors or share it among ranks by themselves; on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.errors import DloError
+from dlo_framework.local_memory import optimizer_bytes
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.watch.state_bytes import StateReport
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import WIDTH, Block, Module, alone, data, differ, found_by, mine, of, trainer
+
+STRATEGIES = {
+    "ddp": DataParallelStrategy,
+    "zero1": lambda: ZeroStrategy(1),
+    "zero3": lambda: ZeroStrategy(3),
+    "fsdp": FSDPStrategy,
+}
+
+
+class Gated(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate * super().forward(x)
+
+
+class Tempered(Module):
+    """The net with a temperature, and blocks with a gate each."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        net.temperature = nn.Parameter(torch.tensor(0.7))
+        net.blocks = nn.ModuleList([Gated() for _ in range(2)])
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]) * self.net.temperature, batch[1])
+
+
+class Summed(Tempered):
+    """Steps with an optimizer whose constructor makes state, where torch's Adagrad needs it in its step (2.11)."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.02, initial_accumulator_value=0.1)
+
+
+class Copying(torch.optim.SGD):
+    """Makes state in its constructor that differs among a tensor's elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["first"] = parameter.detach().clone()
+
+
+class Copied(Module):
+    def configure_optimizers(self) -> Any:
+        return Copying(self.parameters())
+
+
+def _copied(rank: int, world: int, folder: Path) -> list[str]:
+    told = []
+    for name in ("zero1", "fsdp"):
+        with pytest.raises(DloError) as error:
+            trainer(world, STRATEGIES[name]()).fit(Copied(), mine(rank, world))
+        told.append(str(error.value))
+    return told
+
+
+def _ring(rank: int, world: int, folder: Path, kind: type[Module]) -> dict[str, Any]:
+    """Goes on under each strategy from a checkpoint of the one before; returns differences, and elements of state."""
+    expected, found, folder = alone(kind(), epochs=2), {}, folder / kind.__name__
+    for first, then in zip(STRATEGIES, [*list(STRATEGIES)[1:], "ddp"], strict=True):
+        for name, epochs, path in ((first, 1, None), (then, 2, folder / f"{first}.ckpt")):
+            run = trainer(world, STRATEGIES[name](), max_epochs=epochs)
+            run.fit(kind(), mine(rank, world), ckpt_path=path)
+            run.save_checkpoint(folder / f"{name}.ckpt")
+        weights = gather_full_weights(run)
+        found[f"{first}, then {then}"] = differ(weights, expected) if rank == 0 else 0.0
+        held = sum(value.numel() for o in run.optimizers for state in o.state.values() for value in state.values())
+        found[f"{then}, elements of state"] = held
+    return found
+
+
+def _scalars(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
+    return {kind.__name__: _ring(rank, world, folder, kind) for kind in (Tempered, Summed)}
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------
+
+
+class Normed(Module):
+    """The net with a batch norm before its head."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        net.head = nn.Sequential(nn.BatchNorm1d(WIDTH), net.head)
+
+
+#: Not ``ddp``: torch's own wrapper shares its buffers.
+SHARING = {name: strategy for name, strategy in STRATEGIES.items() if name != "ddp"} | {
+    "deepspeed": lambda: DeepSpeedBridge(1)
+}
+
+
+class Oddly(Module):
+    """The net with buffers of the rank's own, which are no runs of memory."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        rank = float(dist.get_rank())
+        net.register_buffer("part", torch.full((3, 4), rank)[:, :2])
+        net.register_buffer("scale", torch.full((1,), 1 + rank).expand(20_000))
+
+
+def _oddly(rank: int, world: int, folder: Path) -> dict[str, tuple[float, float, float]]:
+    found = {}
+    for name, strategy in SHARING.items():
+        run, module = trainer(world, strategy()), Oddly()
+        run.fit(module, mine(rank, world))
+        state = run.strategy.lightning_module_state_dict()
+        part, scale = state["net.part"], state["net.scale"]
+        found[name] = float(part.abs().max()), float(scale.min()), float(scale.max())
+    return found
+
+
+def _validated(rank: int, world: int, folder: Path) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        run, module = trainer(world, strategy(), limit_val_batches=1.0), Normed()
+        run.fit(module, mine(rank, world), mine(rank, world))
+        in_run = float(run.callback_metrics["val"])
+        alone = Normed().eval()
+        weights = gather_full_weights(run)
+        if rank == 0:
+            alone.load_state_dict(weights)
+            with torch.no_grad():
+                losses = [float(alone.loss(batch)) for batch in data()]
+            found[name] = in_run, sum(losses) / len(losses)
+    return found
+
+
+# --- optimizers that share their state --------------------------------------------------------------------------
+
+STEP_BYTES = 4  # AdamW's count of steps, for each parameter.
+
+
+class Shared(Module):
+    """AdamW, each rank with the state of some of the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=self.rate, eps=1e-5)
+
+
+class Whole(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-5)
+
+
+def _redundancy(rank: int, world: int, folder: Path) -> Any:
+    report, module = StateReport(), Shared()
+    run = trainer(world, DataParallelStrategy(), max_epochs=2, callbacks=[report])
+    run.fit(module, mine(rank, world))
+    weights, held = gather_full_weights(run), optimizer_bytes(run.optimizers)
+    half = trainer(world, DataParallelStrategy())
+    half.fit(Shared(), mine(rank, world))
+    half.save_checkpoint(folder / "half.ckpt")
+    found = {}
+    for name, make in (("its own", Shared), ("AdamW", Whole)):
+        resumed = trainer(world, DataParallelStrategy(), max_epochs=2)
+        resumed.fit(make(), mine(rank, world), ckpt_path=folder / "half.ckpt")
+        gathered = gather_full_weights(resumed)
+        found[name] = resumed.global_step, differ(gathered, weights) if rank == 0 else 0.0
+    reference = alone(Whole(), epochs=2) if rank == 0 else weights
+    return held, report.found.optimizer, found, differ(weights, reference) if rank == 0 else 0.0
+
+
+def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return found_by((_scalars, _copied, _validated, _oddly, _redundancy), rank, world, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("ranks"), timeout=280)
+
+
+@pytest.mark.parametrize("kind", ["Tempered", "Summed"])
+def test_each_strategy_goes_on_from_another_with_scalars_and_state_of_a_constructor(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    one, other = (found[kind] for found in of(ranks, "_scalars"))
+    differences = {name: one[name] for name in one if ", then" in name}
+    assert len(differences) == len(STRATEGIES)
+    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)
+    for held in (one, other):
+        for name in ("zero1", "zero3", "fsdp"):
+            assert held[f"{name}, elements of state"] <= 0.6 * held["ddp, elements of state"]
+
+
+def test_state_of_a_constructor_that_cannot_be_divided_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for told in of(ranks, "_copied")[0]:
+        assert "must be made in its first step, or be one value a tensor, got 'first' of '" in told
+        assert told.endswith("from Copying's constructor; make it in step()")
+
+
+def test_a_run_validates_what_its_checkpoints_hold(ranks: list[dict[str, Any]]) -> None:
+    found = of(ranks, "_validated")[0]
+    assert found.keys() == STRATEGIES.keys()
+    for name, (in_run, of_weights) in found.items():
+        assert in_run == pytest.approx(of_weights, abs=1e-6), name
+    assert len({round(in_run, 5) for in_run, _ in found.values()}) == 1
+
+
+def test_slices_and_expanded_buffers_are_shared_too(ranks: list[dict[str, Any]]) -> None:
+    for found in of(ranks, "_oddly"):
+        assert found == dict.fromkeys(SHARING, (0.0, 1.0, 1.0))
+
+
+def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(ranks: list[dict[str, Any]]) -> None:
+    parameters = list(Module().parameters())
+    whole = 2 * 4 * sum(p.numel() for p in parameters) + STEP_BYTES * len(parameters)
+    bytes_held = [found[0] for found in of(ranks, "_redundancy")]
+    assert sum(bytes_held) == whole
+    assert min(bytes_held) > 0
+    assert {found[1] for found in of(ranks, "_redundancy")} == {float(max(bytes_held))}
+
+
+def test_zero_redundancy_optimizer_is_saved_and_goes_on_and_plain_adamw_with_its_state(
+    ranks: list[dict[str, Any]],
+) -> None:
+    _, _, resumed, difference = of(ranks, "_redundancy")[0]
+    assert difference < 1e-6
+    assert resumed == {name: (8, pytest.approx(0.0, abs=1e-6)) for name in ("its own", "AdamW")}
