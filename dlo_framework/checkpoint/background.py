@@ -57,12 +57,12 @@ class AsyncSaver:
         """
         self.wait()
         prepared = prepare(checkpoint, checkpoint_path(path), group=self._group, about=about)
-        self._submit(self._write, stage_on_host(prepared))
+        self._pending.append(self._thread.submit(self._write, stage_on_host(prepared)))
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint, after the pending save is on the disk; if that save fails, keeps it."""
         if self._pending:
-            self._submit(self._remove, Path(path))
+            self._pending.append(self._thread.submit(self._remove, Path(path)))
         else:
             remove(Path(path))
 
@@ -89,9 +89,6 @@ class AsyncSaver:
             self.wait()
         finally:
             self._thread.shutdown()
-
-    def _submit(self, work: Any, *arguments: Any) -> None:
-        self._pending.append(self._thread.submit(work, *arguments))
 
     def _write(self, prepared: Prepared) -> None:
         try:

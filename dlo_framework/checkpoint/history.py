@@ -53,8 +53,22 @@ class Entry:
 
 
 def list_entries(folder: Path) -> list[Entry]:
-    """Returns the checkpoints in a folder, without reading their tensors."""
-    return [entry for path in _names(folder) if (entry := read_entry(path)) is not None]
+    """Returns the checkpoints in a folder, without reading their tensors.
+
+    Those that a killed save was about to rename are among them.
+    """
+    names: set[Path] = set()
+    store = store_of(folder)
+    for name in store.list(folder):
+        path, status = folder / name, store.status(folder / name)
+        if path.suffix in (PARTIAL, OLD):
+            if locate(path.with_suffix("")) not in (None, path.with_suffix("")):
+                names.add(path.with_suffix(""))
+        elif status is not None and path.suffix != REMOVED:
+            is_folder_checkpoint = status.is_folder and not {MANIFEST, STATE}.isdisjoint(store.list(path))
+            if is_folder_checkpoint or (not status.is_folder and path.suffix == ".ckpt"):
+                names.add(path)
+    return [entry for path in sorted(names) if (entry := read_entry(path)) is not None]
 
 
 def read_entry(path: Path) -> Entry | None:
@@ -151,22 +165,3 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):  # The file may have been edited by hand.
                 found.append(json.loads(line))
     return [note for note in found if isinstance(note, dict)]
-
-
-def _names(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, including those that a killed save was about to rename."""
-    names: set[Path] = set()
-    store = store_of(folder)
-    for name in store.list(folder):
-        entry, status = folder / name, store.status(folder / name)
-        if entry.suffix in (PARTIAL, OLD):
-            target = entry.with_suffix("")
-            if locate(target) not in (None, target):
-                names.add(target)
-        elif (
-            entry.suffix != REMOVED
-            and status is not None
-            and (not {MANIFEST, STATE}.isdisjoint(store.list(entry)) if status.is_folder else entry.suffix == ".ckpt")
-        ):
-            names.add(entry)
-    return sorted(names)

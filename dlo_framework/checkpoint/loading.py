@@ -114,13 +114,11 @@ def _verify_or_offer(path: Path, level: Level, group: ProcessGroup | None) -> Op
         return verify(path, level, group=group)
     except DloError as error:
         # The search hashes files too, so one rank does it.
-        offers = run_on_all_ranks(group, lambda: _offer(path, level) if rank_of(group) == 0 else "")
-        raise DloError(f"{error}{offers[0]}") from None
-
-
-def _offer(path: Path, level: Level) -> str:
-    newest = newest_valid(path.parent, level, but=path)
-    return f"; the newest valid one beside it is {newest}" if newest is not None else "; no other one there is valid"
+        search = run_on_all_ranks(
+            group, lambda: newest_valid(path.parent, level, but=path) if rank_of(group) == 0 else None
+        )
+        offer = "no other one there is valid" if search[0] is None else f"the newest valid one beside it is {search[0]}"
+        raise DloError(f"{error}; {offer}") from None
 
 
 class TensorReader:
@@ -163,6 +161,13 @@ class TensorReader:
         return self._files[name]
 
 
+class _Reference(NamedTuple):
+    """Entry of a :class:`LazyStateDict` that is a tensor of the checkpoint."""
+
+    group: str
+    name: str
+
+
 class LazyStateDict(MutableMapping[str, Any]):
     """Lazy mapping of a checkpoint: a model's weights, or one parameter's optimizer state.
 
@@ -182,60 +187,47 @@ class LazyStateDict(MutableMapping[str, Any]):
         others: Mapping[str, Any] | None = None,
         title: str = "checkpoint",
     ) -> None:
-        self._source = source
-        self._keys = dict(keys)
-        self._others = dict(others or {})
-        self._title = title
+        self._source, self._title = source, title
+        self._entries: dict[str, Any] = {name: _Reference(*key) for name, key in keys.items()} | dict(others or {})
         #: Versions of torch's modules, for ``load_state_dict``.
         self._metadata: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._others:
-            return self._others[name]
-        return self._source.read(*self._keys[name])
+        value = self._entries[name]
+        return self._source.read(*value) if isinstance(value, _Reference) else value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._others[name] = value
+        self._entries[name] = value
 
     def __delitem__(self, name: str) -> None:
-        if name not in self:
-            raise KeyError(name)
-        self._others.pop(name, None)
-        self._keys.pop(name, None)
+        del self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._keys or name in self._others
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._keys
-        yield from (name for name in self._others if name not in self._keys)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._keys.keys() | self._others.keys())
+        return len(self._entries)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} entries of {self._title})"
 
     def copy(self) -> LazyStateDict:
         """Returns a mapping of the same entries; changes to one do not affect the other."""
-        result = LazyStateDict(self._source, self._keys, self._others, self._title)
+        result = LazyStateDict(self._source, {}, self._entries, self._title)
         result._metadata = self._metadata
         return result
 
     def rename(self, old: str, new: str) -> None:
         """Renames an entry without reading it (``pop`` reads)."""
-        if old not in self:
-            raise KeyError(old)
-        if old in self._others:
-            self._others[new] = self._others.pop(old)
-            self._keys.pop(old, None)
-        else:
-            self._others.pop(new, None)
-            self._keys[new] = self._keys.pop(old)
+        self._entries[new] = self._entries.pop(old)
 
     def saved_tensor(self, name: str) -> SavedTensor | None:
         """Returns the description of a stored tensor; None for an entry that is not in the checkpoint."""
-        return self._source.tensors[self._keys[name]] if name in self._keys and name not in self._others else None
+        value = self._entries.get(name)
+        return self._source.tensors[value] if isinstance(value, _Reference) else None
 
     def add_saved(self, name: str, tensor: SavedTensor) -> None:
         """Adds a tensor that consists of boxes of the checkpoint's files, such as experts that are stored apart.
@@ -244,25 +236,21 @@ class LazyStateDict(MutableMapping[str, Any]):
             name: Name of the new entry.
             tensor: Description of the tensor.
         """
-        key = ("model", name)
+        self._entries[name] = key = _Reference("model", name)
         self._source.tensors = {**self._source.tensors, key: tensor}
-        self._keys[name] = key
 
     def is_tensor(self, name: str) -> bool:
         """Returns whether an entry is a tensor, without reading it."""
-        return isinstance(self._others[name], Tensor) if name in self._others else name in self._keys
+        return isinstance(self._entries[name], Tensor | _Reference)
 
     def shape(self, name: str) -> torch.Size:
         """Returns a tensor's shape, without reading it."""
-        if name in self._others:
-            return torch.Size(self._others[name].shape)
-        return torch.Size(self._source.tensors[self._keys[name]].shape)
+        return torch.Size((self.saved_tensor(name) or self._entries[name]).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns a tensor's dtype, without reading it."""
-        if name in self._others:
-            return self._others[name].dtype
-        return dtype_of(self._source.tensors[self._keys[name]].dtype)
+        saved = self.saved_tensor(name)
+        return self._entries[name].dtype if saved is None else dtype_of(saved.dtype)
 
     @torch.no_grad()
     def read_into(self, name: str, target: Shard) -> None:
@@ -291,12 +279,12 @@ class LazyStateDict(MutableMapping[str, Any]):
     @torch.no_grad()
     def read_part(self, name: str, box: Box, target: Tensor) -> None:
         """Reads the elements of ``box`` of a tensor into ``target``, which has the shape of the box."""
-        if name in self._others:
-            value = self._others[name]
+        value = self._entries[name]
+        if isinstance(value, _Reference):
+            self._source.read_part(value, box, target)
+        else:
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             target.copy_(slice_view(full, full_box(tuple(full.shape)), box))
-        else:
-            self._source.read_part(self._keys[name], box, target)
 
 
 def as_lazy_state_dict(mapping: Mapping[str, Any]) -> LazyStateDict:
@@ -338,27 +326,29 @@ class TensorFile:
         size = dtype_of(stored.dtype).itemsize
         # The larger of the two types: a conversion makes a copy in the target's.
         pieces = split_box(part, max(size, target.element_size()))
-        if self._streaming is None:
+        streaming = self._streaming._mapped
+        if streaming is None:
             with self._open() as file:
                 for piece in pieces:
                     _copy_range(file, stored, box, piece, slice_view(target, part, piece))
             return
-        source = _map_tensor(self._streaming, stored)
+        source = _map_tensor(streaming, stored)
         for piece in pieces:
             slice_view(target, part, piece).copy_(slice_view(source, box, piece))
-            begin, end = byte_range(box, piece, size)
-            _release_pages(self._streaming, stored.begin + begin, stored.begin + end)
+            # The pages are released from the process's memory; the system may still cache them.
+            if hasattr(mmap, "MADV_DONTNEED"):
+                begin, end = (stored.begin + at for at in byte_range(box, piece, size))
+                start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                stop = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(streaming))
+                streaming.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    @cached_property
+    def _streaming(self) -> TensorFile:
+        """The same file with a map of its own, whose pages are released after use."""
+        return TensorFile(self.path)
 
     @cached_property
     def _mapped(self) -> mmap.mmap | None:
-        return self._map()
-
-    @cached_property
-    def _streaming(self) -> mmap.mmap | None:
-        """A map of its own, whose pages are released after use."""
-        return self._map()
-
-    def _map(self) -> mmap.mmap | None:
         try:
             return store_of(self.path).map(self.path)
         except (OSError, ValueError) as error:
@@ -382,14 +372,6 @@ def _map_tensor(mapped: mmap.mmap, stored: Stored) -> Tensor:
         raw = bytearray(memoryview(mapped)[stored.begin : stored.end])
         return torch.frombuffer(raw, dtype=dtype).view(stored.shape)
     return torch.frombuffer(mapped, dtype=dtype, count=math.prod(stored.shape), offset=stored.begin).view(stored.shape)
-
-
-def _release_pages(mapped: mmap.mmap, begin: int, end: int) -> None:
-    """Releases pages that have been copied from the process's memory; the system may still cache them."""
-    page = mmap.PAGESIZE
-    if hasattr(mmap, "MADV_DONTNEED"):
-        start = begin // page * page
-        mapped.madvise(mmap.MADV_DONTNEED, start, min(-(-end // page) * page, len(mapped)) - start)
 
 
 def _copy_range(file: BinaryIO, stored: Stored, box: Box, piece: Box, target: Tensor) -> None:

@@ -305,7 +305,7 @@ class _SavePlanner:
             refuse_unreadable(self._rest)
         known = _cached_plans.get(self._digest)
         return (
-            known and known.part.plan,
+            known.part.plan if known is not None else None,
             [(path, values[path]) for path in known.part.supplies] if known is not None else [],
             store_of(self._path).free_bytes(self._path.parent),
             tensor_bytes(self._rest) if self._rank == 0 else 0,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.checkpoint.store import HashedFile, store_of
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
@@ -65,8 +66,10 @@ def extract_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list
             found.append((TensorLocation(path, *key), node))
             return make_mark(key)
         if isinstance(node, Mapping):
-            by_name = path == ("state_dict",) or (_tensors_by_name(node, names) and len(path) > 0)
-            here = of_model or by_name or (len(path) >= 3 and (path[0], path[2]) == ("optimizer_states", "state"))
+            # By names of the model's tensors: an average, gradients; `name@place` is a rank's own part of a sum.
+            named = path and node and all(str(key).partition("@")[0] in names for key in node)
+            is_state = path == ("state_dict",) or path[:1] + path[2:3] == ("optimizer_states", "state")
+            here = bool(of_model or is_state or named)
             # With its own methods: a lazy mapping reads one tensor at a time.
             rest = {key: walk(node[key], (*path, key), here) for key in node}
             if getattr(node, "_metadata", None):
@@ -196,14 +199,6 @@ def _is_plain(node: Any) -> bool:
     return node.layout is torch.strided and not node.is_quantized
 
 
-def _tensors_by_name(node: Mapping[Any, Any], names: frozenset[str]) -> bool:
-    """Returns whether a mapping's keys are names of the model's tensors: an average of them, their gradients.
-
-    `name@place` is a rank's own part of a sum of tensors.
-    """
-    return bool(node) and all(str(key).partition("@")[0] in names for key in node)
-
-
 def _has_mark(node: Any) -> bool:
     if read_mark(node) is not None:
         return True
@@ -300,22 +295,12 @@ def _can_read_back(value: Any) -> bool:
 
 def tensor_bytes(content: Any) -> int:
     """Returns the bytes of all tensors in a tree of mappings and sequences, shared storage counted once."""
-    seen: dict[int, int] = {}
-
-    def walk(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            if item.layout is torch.strided and item.device.type != "meta":
-                storage = item.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(item, dict):
-            for value in item.values():
-                walk(value)
-        elif isinstance(item, list | tuple):
-            for value in item:
-                walk(value)
-
-    walk(content)
-    return sum(seen.values())
+    storages = [
+        leaf.untyped_storage()
+        for leaf in tree_leaves(content)
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta"
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def make_refusal(path: Path, names: str) -> DloError:

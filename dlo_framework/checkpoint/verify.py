@@ -43,9 +43,15 @@ class OpenCheckpoint(NamedTuple):
         if self.manifest is None:
             return _damage_of_file(self.path, level) if rank == 0 else None
         for name, file in self.manifest.files.items():
-            problem = _wrong_size(self.path / name, file["bytes"])
-            if problem:
-                return f"damaged checkpoint: {problem}"
+            path = self.path / name
+            try:
+                status = store_of(path).status(path)
+            except OSError as error:
+                return f"damaged checkpoint: {path}: {error.strerror}"
+            if status is None:
+                return f"damaged checkpoint: {path} is missing"
+            if status.bytes != file["bytes"]:
+                return f"damaged checkpoint: {path} must have {file['bytes']} bytes, got {status.bytes}"
         for name in _shares(self.manifest, world_size)[rank] if level == "hash" else ():
             path = self.path / name
             try:
@@ -117,34 +123,23 @@ def sha256(path: Path) -> str:
 
 
 def _damage_of_file(path: Path, level: Level) -> str | None:
-    if path.suffix == ".safetensors":
-        try:
-            read_header(path)
-        except DloError as error:
-            return str(error)
-        return None  # The format has no checksums.
     try:
+        if path.suffix == ".safetensors":
+            read_header(path)
+            return None  # The format has no checksums.
         if not zipfile.is_zipfile(path):
             return f"damaged checkpoint: {path} is truncated, or not one of torch's zip files"
         entry = None
         if level == "hash":
             with zipfile.ZipFile(path) as archive:
                 entry = archive.testzip()
+    except DloError as error:
+        return str(error)
     except Exception as error:  # Damaged bytes raise anything.
         return f"damaged checkpoint: {path}: {error}"
     if entry is not None:
         return f"damaged checkpoint: {path}: the checksum of its entry {entry} differs from the recorded one"
     return None
-
-
-def _wrong_size(path: Path, size: int) -> str | None:
-    try:
-        status = store_of(path).status(path)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if status is None:
-        return f"{path} is missing"
-    return None if status.bytes == size else f"{path} must have {size} bytes, got {status.bytes}"
 
 
 def _shares(manifest: Manifest, world_size: int) -> list[list[str]]:

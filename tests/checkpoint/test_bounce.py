@@ -1,14 +1,9 @@
 """A save copies a device's tensors through two buffers of one size, whatever the tensors' sizes."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from dlo_framework.checkpoint import background
 from dlo_framework.checkpoint.background import BounceBuffers
-from dlo_framework.checkpoint.saving import Prepared
 
 TENSORS = {
     "larger than the buffers": torch.arange(1000, dtype=torch.float32),
@@ -35,29 +30,3 @@ def test_copies_are_the_tensors_and_have_memory_of_their_own(device: str) -> Non
         assert copies[name].is_contiguous(), name
         assert copies[name].data_ptr() != tensor.data_ptr() or not tensor.numel(), name
         assert not copies[name].is_pinned(), name
-
-
-def test_a_save_in_the_background_sends_what_is_on_a_device_through_two_buffers_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Any] = []
-
-    class Buffers:
-        def __init__(self, device: torch.device) -> None:
-            self.device, self.copied, self.finished = device, 0, False
-            made.append(self)
-
-        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-            assert not self.finished
-            self.copied += 1
-            return torch.ones(tensor.shape)
-
-        def finish(self) -> None:
-            self.finished = True
-
-    monkeypatch.setattr(background, "BounceBuffers", Buffers)
-    tensors: Any = {"a": torch.empty(3, device="meta"), "b": torch.zeros(2), "c": torch.empty(4, device="meta")}
-    found: Any = background.stage_on_host(Prepared(Path(), None, None, 0, tensors, None, {})).elements
-    assert [(one.device.type, one.copied, one.finished) for one in made] == [("meta", 2, True)]
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1] * 3, "b": [0] * 2, "c": [1] * 4}
-    assert found["b"].data_ptr() != tensors["b"].data_ptr()

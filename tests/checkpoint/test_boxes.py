@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 
 from dlo_framework.shards import (
     Box,
-    FlatShard,
-    byte_range,
     flat_slice_boxes,
     full_box,
-    held_boxes,
     is_tiling,
     overlap,
     slice_view,
@@ -66,16 +63,6 @@ def test_flat_slices_tile_a_tensor_and_hold_its_elements_in_order(case):
     assert is_tiling(shape, everything)
 
 
-@given(flat_parts())
-def test_the_boxes_of_a_flat_shard_are_its_own_memory(case):
-    shape, edges = case
-    for start, stop in itertools.pairwise(edges):
-        shard = FlatShard(torch.arange(start, stop), torch.Size(shape), start)
-        for _, view in held_boxes(shard):
-            view.zero_()
-        assert not shard.data.any()
-
-
 @given(flat_parts(), st.data())
 def test_a_tiling_with_a_box_moved_taken_or_doubled_is_none(case, data):
     shape, edges = case
@@ -102,13 +89,3 @@ def test_the_overlap_is_what_both_hold(case):
     both = (counted(shape, [one]) + counted(shape, [other])) == 2
     shared = overlap(one, other)
     assert torch.equal(both, (counted(shape, [shared]) if shared else torch.zeros(shape)) == 1)
-
-
-@given(shape_and_boxes(1), st.integers(1, 8))
-def test_a_byte_range_holds_the_part_and_begins_and_ends_with_it(case, element):
-    shape, (part,) = case
-    if part.numel == 0:
-        return
-    begin, end = byte_range(full_box(shape), part, element)
-    held = slice_view(torch.arange(math.prod(shape)).reshape(shape), full_box(shape), part)
-    assert (begin, end) == (int(held.min()) * element, (int(held.max()) + 1) * element)

@@ -196,7 +196,7 @@ def test_timm_loads_exported_weights_and_its_own_come_back(tmp_path):
     assert all(torch.equal(read[name], tensor) for name, tensor in source.state_dict().items())
 
 
-@pytest.mark.parametrize("ending", ["pt", "pth", "bin"])
+@pytest.mark.parametrize("ending", ["pt", "bin"])
 def test_torch_loads_exported_weights_without_us(tmp_path, ending):
     module = Small()
     torch.save(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dlo_framework.checkpoint import load, save
 from dlo_framework.checkpoint.loading import TensorFile
 from dlo_framework.checkpoint.save_plan import SMALL_BYTES, InventoryEntry, make_global_plan, pack_inventory
-from dlo_framework.checkpoint.state_tree import extract_tensors, insert_value, read_mark
+from dlo_framework.checkpoint.state_tree import extract_tensors, read_mark
 from dlo_framework.checkpoint.store import HashedFile
 from dlo_framework.checkpoint.tensor_file import (
     AS_BYTES,
@@ -177,14 +177,6 @@ def test_hyperparameters_that_are_no_plain_data_are_kept_as_text(tmp_path):
         save(run, tmp_path / "a.ckpt")
     assert load(tmp_path / "a.ckpt")["hyper_parameters"] == {"width": 3, "stream": "<class '_io.BytesIO'>"}
     assert run["hyper_parameters"]["stream"] is io.BytesIO
-
-
-def test_put_keeps_what_is_there_and_makes_what_is_not():
-    rest = {"optimizer_states": [{"state": {"a": {"step": 1}}}], "gradients": None}
-    insert_value(rest, ("optimizer_states", 0, "state", "a", "step"), 2)
-    insert_value(rest, ("optimizer_states", 0, "state", "b", "step"), 3)
-    insert_value(rest, ("gradients", "a"), 4)
-    assert rest == {"optimizer_states": [{"state": {"a": {"step": 1}, "b": {"step": 3}}}], "gradients": {"a": 4}}
 
 
 @given(st.lists(st.tuples(st.integers(1, 300_000), st.sets(st.integers(0, 3), min_size=1)), max_size=12))

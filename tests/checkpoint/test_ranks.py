@@ -87,12 +87,13 @@ def save_all(rank: int, world_size: int, folder) -> int:
     return rank
 
 
-def load_all(rank: int, world_size: int, folder) -> int:
-    """Loads every checkpoint in every layout; returns the number of compared tensors."""
+def load_all(rank: int, world_size: int, folder, layouts: int = len(LAYOUTS)) -> int:
+    """Loads every checkpoint in so many layouts, in turn; returns the number of compared tensors."""
     compared = 0
     weights, first, second, average = (values(seed) for seed in range(4))
     empty = {n: torch.zeros_like(t) for n, t in weights.items()}
-    for path, layout in itertools.product(sorted(folder.iterdir()), LAYOUTS):
+    paths = enumerate(sorted(folder.iterdir()))
+    for path, layout in [(path, layout) for n, path in paths for layout in (LAYOUTS * 2)[n % 6 :][:layouts]]:
         run = load(path, group=dist.group.WORLD)
         state = run["optimizer_states"][0]["state"]
         assert list(run["state_dict"]) == list(SHAPES)
@@ -129,8 +130,8 @@ def saved(tmp_path_factory):
 
 
 def test_three_ranks_and_one_load_on_two_in_every_layout(saved):
-    each = (len(LAYOUTS) + 2) * len(LAYOUTS) * len(SHAPES) * 4
-    assert run_distributed(load_all, 2, saved) == [each, each]
+    each = (len(LAYOUTS) + 2) * 3 * len(SHAPES) * 4
+    assert run_distributed(load_all, 2, saved, 3) == [each, each]
 
 
 def test_three_ranks_load_in_one_process(saved):

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from dlo_framework.checkpoint import (
     load,
     loading,
     locate,
-    manifest,
     newest_valid,
     note_resumption,
     recover,
@@ -253,27 +251,6 @@ def test_a_store_is_found_by_its_scheme_and_a_broken_one_is_named(tmp_path, monk
         load("odd://bucket/last.ckpt")
     with pytest.raises(DloError, match=r"must be on a file system, or .*, got s3://bucket/last\.ckpt"):
         load("s3://bucket/last.ckpt")
-
-
-def test_the_manifest_is_parsed_and_hashed_once_a_load_and_hashed_once_a_save(tmp_path, monkeypatch):
-    calls = SimpleNamespace(parse=0, hash=0)
-    parse, hashed = manifest._parse, manifest._hash
-
-    def counted_parse(content):
-        calls.parse += 1
-        return parse(content)
-
-    def counted_hash(content):
-        calls.hash += 1
-        return hashed(content)
-
-    monkeypatch.setattr(manifest, "_parse", counted_parse)
-    monkeypatch.setattr(manifest, "_hash", counted_hash)
-    save(a_run(5), tmp_path / "last.ckpt")
-    assert (calls.parse, calls.hash) == (0, 1)
-    found = load(tmp_path / "last.ckpt")
-    assert torch.equal(found["state_dict"]["w"], a_run(5)["state_dict"]["w"])
-    assert (calls.parse, calls.hash) == (1, 2)
 
 
 @pytest.mark.parametrize("option", ["run.dir", "dirpath of ModelCheckpoint"])

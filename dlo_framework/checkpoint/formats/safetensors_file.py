@@ -10,19 +10,18 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
-from torch import Tensor
 
 from dlo_framework.atomic_file import open_atomic
 from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
 from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, as_lazy_state_dict, assemble, load
-from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, SavedTensor
+from dlo_framework.checkpoint.manifest import STATE, Chunk, Manifest, SavedTensor
 from dlo_framework.checkpoint.saving import save
 from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
 from dlo_framework.checkpoint.store import HashedFile, disk_errors, refuse_remote, store_of
 from dlo_framework.checkpoint.tensor_file import as_memoryview, dtype_name, make_header, read_header
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
-from dlo_framework.shards import BUCKET_BYTES, Box, full_box, split_box
+from dlo_framework.shards import BUCKET_BYTES, full_box, split_box
 
 #: Entry of the header that marks a full checkpoint in one file, as opposed to a model's weights.
 _KIND, _WHOLE = "dlo", "checkpoint"
@@ -45,7 +44,9 @@ def to_single_file(source: Path, target: Path) -> Path:
     assert manifest is not None
     rest = read_state(found / STATE)
     tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
-    everything = LazyStateDict(TensorReader(found, tensors), {_flat(key): key for key in tensors}, title=str(source))
+    # A group may be a path with slashes in it.
+    flat = {f"{quote(group, safe='.')}/{name}": (group, name) for group, name in tensors}
+    everything = LazyStateDict(TensorReader(found, tensors), flat, title=str(source))
     write_safetensors(everything, target, {_KIND: _WHOLE})
     with _whole_file(state_file_of(target)) as file:
         write_state(file, rest)
@@ -87,9 +88,9 @@ def manifest_of_file(path: Path) -> Manifest:
     is_whole = about.get(_KIND) == _WHOLE
     manifest = make_file_manifest(path, weights_only=not is_whole)
     for name, place in stored.items():
-        group, own_name = _unflat(name) if is_whole else (MODEL, name)
+        group, own_name = name.split("/", 1) if is_whole else (MODEL, name)
         chunks = [Chunk(full_box(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
-        manifest.tensors.setdefault(group, {})[own_name] = SavedTensor(place.dtype, place.shape, chunks)
+        manifest.tensors.setdefault(unquote(group), {})[own_name] = SavedTensor(place.dtype, place.shape, chunks)
     return manifest
 
 
@@ -98,16 +99,6 @@ def make_file_manifest(path: Path, *, weights_only: bool) -> Manifest:
     status = path.stat()
     files = {path.name: {"bytes": status.st_size, "sha256": sha256(path)}}
     return Manifest(0, 0, 1, status.st_mtime, {}, weights_only, {"file": path.name}, files=files)
-
-
-def _flat(key: Key) -> str:
-    """Returns a tensor's group and name as one string; a group may be a path with slashes in it."""
-    return f"{quote(key[0], safe='.')}/{key[1]}"
-
-
-def _unflat(name: str) -> Key:
-    group, _, own_name = name.partition("/")
-    return unquote(group), own_name
 
 
 def write_safetensors(
@@ -137,13 +128,9 @@ def write_safetensors(
             element = max(stored_type(name).itemsize, tensors.dtype(name).itemsize)
             # Half a bucket: a slice is held twice, as the file's pages and as the bytes to write.
             for piece in split_box(full_box(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
-                file.write(as_memoryview(_read(tensors, name, piece, stored_type(name))))
-
-
-def _read(tensors: LazyStateDict, name: str, piece: Box, dtype: torch.dtype) -> Tensor:
-    target = torch.empty(piece.sizes, dtype=dtype)
-    tensors.read_part(name, piece, target)
-    return target
+                target_part = torch.empty(piece.sizes, dtype=stored_type(name))
+                tensors.read_part(name, piece, target_part)
+                file.write(as_memoryview(target_part))
 
 
 def state_file_of(path: Path) -> Path:
