@@ -333,8 +333,8 @@ class PostTraining:
         for size in sizes:
             args, kwargs = _on_cpu(model_inputs(module, slice_batch(batch, 0, size)))
             of_onnx = None if onnx is None else onnx_forward(onnx, args)
-            forwards = (partial(model, *args, **kwargs) for model in (before, after))
-            found.append(measure_latency(*forwards, size, onnx=of_onnx))
+            of_before, of_after = (partial(model, *args, **kwargs) for model in (before, after))
+            found.append(measure_latency(of_before, of_after, size, onnx=of_onnx))
         return found
 
 
