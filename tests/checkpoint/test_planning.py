@@ -20,7 +20,7 @@ from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.shards import Box, FlatShard, overlap
 from dlo_framework.testing import run_distributed
 
-TENSORS = 40
+TENSORS = 200
 
 
 def held(name: str, dtype: str, shape: tuple[int, ...], *boxes: Box) -> InventoryEntry:

@@ -126,7 +126,7 @@ ALLOWED = (
     "masking_utils.py:find_packed_sequence_indices",
 )
 #: What a pipeline's schedule needs: the layout of hidden states, once for each shape of micro-batches.
-SCHEDULE = "item in transport.py:receive_object"
+SCHEDULE = "item in exchange.py:receive_object"
 
 
 #: Where the loss scaler of 16-mixed learns on the host whether gradients have overflown, to leave out the step.
