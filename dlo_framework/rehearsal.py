@@ -38,6 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader
+from dlo_framework.ema import WeightAverage
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.random_streams import random_state, restore_random_state
@@ -269,6 +270,7 @@ _OBJECTS = (
     LRScheduler,
     torch.amp.GradScaler,
     Callback,
+    WeightAverage,
     Precision,
     DataLoader,
     Sampler,

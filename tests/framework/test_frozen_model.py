@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
+from dlo_framework.rehearsal import rehearse
 from dlo_framework.task import Task
 from support import frozen_runs as runs
 from support.fsdp_nets import Batches
@@ -180,6 +181,27 @@ def test_an_average_does_not_change_training_and_resumes_exactly(tmp_path: Path)
     for one, other in zip(found[1][2:], found[2], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert not torch.equal(found[1][0], found[1][2])
+
+
+class Aside(Callback):
+    """Trains on the side before the first batch, and undoes it."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        with rehearse(trainer) as rehearsal:
+            for _ in range(3):
+                rehearsal.optimizer_step()
+
+
+def test_an_average_has_nothing_of_steps_that_were_undone() -> None:
+    found = []
+    for aside in ([], [Aside()]):
+        torch.manual_seed(1)
+        callback = runs.Teacher(FrozenModel(average=0.9))
+        trainer = runs.make_trainer("auto", callbacks=[*aside, callback])
+        trainer.fit(runs.image_task(lr=1e-2), runs.loader("images"))
+        found.append(callback.found)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 # --- bad input -------------------------------------------------------------------------------------------------
