@@ -11,5 +11,4 @@ from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
 def isolate_named_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the sets of schedules and suggestions back, as they are now, when the test ends."""
     for functions in (SCHEDULES, SUGGESTIONS):
-        for name in ("_functions", "_values"):
-            monkeypatch.setattr(functions, name, dict(vars(functions)[name]))
+        monkeypatch.setattr(functions, "_values", dict(functions._values))
