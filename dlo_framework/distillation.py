@@ -10,12 +10,13 @@ Shapes: n samples or tokens, C classes (the vocabulary of a language model), c c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlo_framework.distributed.vocab_parallel import VocabularyShard
+if TYPE_CHECKING:
+    from dlo_framework.distributed.vocab_parallel import VocabularyShard
 
 
 class LogitLoss(ABC):

@@ -115,6 +115,14 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 #: Imports inside functions that go up, with the reason.
 UPWARD = {
     (
+        "dlo_framework.distillation",
+        "dlo_framework.distributed.vocab_parallel",
+    ): "names the shard of classes that losses get, for type checkers",
+    (
+        "dlo_plugins.remat.planning",
+        "dlo_plugins.pipeline.actions",
+    ): "counts the micro-batches in flight by the kinds of a schedule's actions",
+    (
         "dlo_plugins.strategies.deepspeed",
         "dlo_plugins.callbacks.lr_curves",
     ): "finds the callbacks that set the learning rate",
