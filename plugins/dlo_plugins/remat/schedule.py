@@ -80,33 +80,20 @@ class Chain:
     Attributes:
         stages: The blocks of a plan, then the head with the loss. The last stage is never recomputed.
         input: Bytes of the first stage's input, which stays on the device until the first stage's backward.
-
-    Raises:
-        DloError: A chain without stages, a stage without modes, a size or time that is negative or not finite, or a
-            mode that saves less than the stage's output.
     """
 
     stages: tuple[Stage, ...]
     input: int
 
     def __post_init__(self) -> None:
-        if not self.stages:
-            raise DloError("stages must have at least one stage, got none; give the plan's blocks and the head")
-        _check_number("chain", "input", self.input)
-        for index, stage in enumerate(self.stages):
-            where = f"stage {index} ({stage.name})"
-            if not stage.modes:
-                raise DloError(f"modes of {where} must have at least one mode, got none; give the one that keeps all")
-            for key in ("output", "forward_peak", "gathered"):
-                _check_number(where, key, getattr(stage, key))
+        assert self.stages, "a chain has stages"
+        for stage in self.stages:
+            assert stage.modes, f"{stage.name} has no mode"
+            values = [self.input, stage.output, stage.forward_peak, stage.gathered]
             for mode in stage.modes:
-                for key in ("saved", "forward", "backward", "forward_peak", "backward_peak"):
-                    _check_number(f"mode {mode.name} of {where}", key, getattr(mode, key))
-                if mode.saved < stage.output:
-                    raise DloError(
-                        f"saved of mode {mode.name} of {where} must include its output of {stage.output} bytes, got"
-                        f" {mode.saved}; add the output's bytes"
-                    )
+                values += [mode.saved, mode.forward, mode.backward, mode.forward_peak, mode.backward_peak]
+                assert mode.saved >= stage.output, f"{stage.name}: what is saved includes the output"
+            assert all(0 <= value < math.inf for value in values), f"{stage.name}: {values}"
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -125,11 +112,6 @@ class Chain:
         return sum(stage.modes[0].forward + stage.modes[0].backward for stage in self.stages)
 
 
-def _check_number(where: str, key: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise DloError(f"{key} of {where} must be a finite number of at least 0, got {value}; measure it again")
-
-
 @dataclass(frozen=True)
 class Link:
     """Link on which the copies of each direction run in the order of their issue, beside computation.
@@ -137,20 +119,10 @@ class Link:
     Attributes:
         to_host: Bytes per second from the device to the host.
         to_device: Bytes per second from the host to the device.
-
-    Raises:
-        DloError: A rate that is not a finite number above 0.
     """
 
     to_host: float
     to_device: float
-
-    def __post_init__(self) -> None:
-        for key in ("to_host", "to_device"):
-            if not 0 < (value := getattr(self, key)) < math.inf:
-                raise DloError(
-                    f"{key} must be a finite number of bytes per second above 0, got {value}; 25e9 is that of PCIe 4"
-                )
 
 
 @dataclass(frozen=True)
@@ -327,63 +299,19 @@ def list_operations(schedule: Schedule) -> Iterator[Operation]:
         yield from backward(nodes[index], index)
 
 
-def check_schedule(chain: Chain, schedule: Schedule) -> None:
-    """Checks that nodes and copies are a schedule of a chain.
-
-    Raises:
-        DloError: Nodes that do not cover the stages in order, a mode that the stage does not have, a sequence of nodes
-            that ends in a region, an offloaded node inside a region or without a transfer, or a transfer whose points
-            are not after its node.
-    """
-    nodes, transfers = schedule.nodes, schedule.transfers
-    _check_sequence(chain, nodes, 0, len(chain) - 1)
-    offloaded = [index for index, node in enumerate(nodes) if node.offload]
-    if offloaded != [item.node for item in transfers]:
-        raise DloError(
-            f"transfers must be of the offloaded nodes {offloaded}, in order, got"
-            f" {[item.node for item in transfers]}; make them with plan_transfers"
-        )
-    for item in transfers:
-        if not (item.node < item.release <= len(nodes) and item.node <= item.prefetch < len(nodes)):
-            raise DloError(
-                f"release and prefetch of node {item.node} must be after its forward and before its backward, got"
-                f" {item.release} and {item.prefetch}; make them with plan_transfers"
-            )
-
-
-def _check_sequence(chain: Chain, nodes: Sequence[Node], first: int, last: int) -> None:
+def _check_nodes(chain: Chain, nodes: Sequence[Node], first: int, last: int) -> None:
+    """Asserts that nodes cover stages in order, and end with one that is kept, since its backward comes next."""
     expected = first
     for node in nodes:
-        if node.first != expected or node.last < node.first or node.last > last:
-            raise DloError(
-                f"nodes must cover stages {first} to {last} in order, got stages {node.first} to {node.last} where"
-                f" stage {expected} is next; begin the node with stage {expected}"
-            )
+        assert node.first == expected <= node.last <= last, f"{node} where stage {expected} comes next"
         expected = node.last + 1
         if isinstance(node, Recompute):
-            _check_sequence(chain, node.inner, node.first, node.last)
-            if any(item.offload for item in node.inner):
-                raise DloError(
-                    f"offload must be False inside a region, got True in stages {node.first} to {node.last}; offload"
-                    " the region's own input"
-                )
-        elif not 0 <= node.mode < len(chain.stages[node.stage].modes):
-            raise DloError(
-                f"mode of stage {node.stage} must be less than {len(chain.stages[node.stage].modes)}, got {node.mode};"
-                " choose one of the stage's modes"
-            )
-        elif node.offload and not chain.stages[node.stage].modes[node.mode].movable:
-            raise DloError(
-                f"offload of stage {node.stage} must be False in mode {chain.stages[node.stage].modes[node.mode].name},"
-                " got True; what that mode keeps cannot be copied"
-            )
-    if expected != last + 1:
-        raise DloError(f"nodes must cover stages {first} to {last}, got none for stage {expected}; add a node for it")
-    if not isinstance(nodes[-1], Keep):
-        raise DloError(
-            f"the last node of a sequence must be Keep, got Recompute of stages {nodes[-1].first} to {last}; its"
-            f" backward comes next, so keep stage {last}"
-        )
+            _check_nodes(chain, node.inner, node.first, node.last)
+            assert not any(item.offload for item in node.inner), "a region's own input is offloaded"
+        else:
+            assert not node.offload or chain.stages[node.stage].modes[node.mode].movable, f"{node} cannot be copied"
+    assert expected == last + 1, f"no node for stage {expected}"
+    assert isinstance(nodes[-1], Keep), f"{nodes[-1]} is the last of its sequence"
 
 
 def shift_nodes(nodes: Sequence[Node], by: int) -> tuple[Node, ...]:
@@ -441,13 +369,12 @@ def simulate(chain: Chain, schedule: Schedule, link: Link | None = None) -> Simu
         chain: Chain that the schedule is of.
         schedule: Schedule; its predicted time and peak are not read.
         link: Link of the copies; needed if the schedule offloads.
-
-    Raises:
-        DloError: A schedule that does not fit the chain, or that offloads without a link.
     """
-    check_schedule(chain, schedule)
-    if schedule.transfers and link is None:
-        raise DloError("link must be given for a schedule that offloads, got None; give Link(to_host, to_device)")
+    nodes, transfers = schedule.nodes, schedule.transfers
+    _check_nodes(chain, nodes, 0, len(chain) - 1)
+    assert [item.node for item in transfers] == [index for index, node in enumerate(nodes) if node.offload]
+    assert all(item.node < item.release <= len(nodes) and item.node <= item.prefetch < len(nodes) for item in transfers)
+    assert link is not None or not transfers, "copies need a link"
     device = _Device(chain, schedule.nodes, link)
     for operation in list_operations(schedule):
         device.issue(operation)

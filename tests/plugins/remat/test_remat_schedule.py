@@ -5,15 +5,12 @@ import random
 
 import pytest
 
-from dlo_framework.errors import DloError
 from dlo_plugins.remat.schedule import (
-    Chain,
     Keep,
     Link,
     Mode,
     Recompute,
     Schedule,
-    Stage,
     Transfer,
     list_operations,
     predict,
@@ -91,51 +88,3 @@ def test_copies_run_beside_computation_in_the_order_of_issue():
     assert rows["backward", 0][:2] == (12.5, 14.5)
     assert found.waited == 1.0 + 1.5
     assert found.time == 14.5
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"saved": -1}, "saved of mode all of stage 0 (a) must be a finite number of at least 0, got -1"),
-        ({"forward": float("nan")}, "forward of mode all of stage 0 (a) must be a finite number"),
-        ({"backward": float("inf")}, "backward of mode all of stage 0 (a) must be a finite number"),
-        ({"saved": 1}, "saved of mode all of stage 0 (a) must include its output of 2 bytes, got 1"),
-    ],
-)
-def test_a_mode_that_cannot_be_is_refused(change, message):
-    with pytest.raises(DloError) as error:
-        Chain((Stage("a", 2, (dataclasses.replace(MODE, **change),)),), 0)
-    assert str(error.value).startswith(message)
-
-
-def test_a_chain_that_cannot_be_is_refused():
-    with pytest.raises(DloError, match="stages must have at least one stage, got none"):
-        Chain((), 0)
-    with pytest.raises(DloError, match=r"modes of stage 0 \(a\) must have at least one mode, got none"):
-        Chain((Stage("a", 0, ()),), 0)
-    with pytest.raises(DloError, match="input of chain must be a finite number of at least 0, got -3"):
-        Chain((Stage("a", 0, (MODE,)),), -3)
-    with pytest.raises(DloError, match="to_host must be a finite number of bytes per second above 0, got 0"):
-        Link(0, 1)
-
-
-K = Keep
-
-
-@pytest.mark.parametrize(
-    ("nodes", "message"),
-    [
-        ((K(0), K(2)), "nodes must cover stages 0 to 2 in order, got stages 2 to 2 where stage 1 is next"),
-        ((K(0), K(1)), "nodes must cover stages 0 to 2, got none for stage 2"),
-        ((), "nodes must cover stages 0 to 2, got none for stage 0"),
-        ((Recompute(0, 1, (K(0),)), K(2)), "nodes must cover stages 0 to 1, got none for stage 1"),
-        ((K(0), Recompute(1, 2, (K(1), K(2)))), "the last node of a sequence must be Keep, got Recompute of stages 1"),
-        ((K(0, mode=1), K(1), K(2)), "mode of stage 0 must be less than 1, got 1"),
-        ((Recompute(0, 1, (K(0, offload=True), K(1))), K(2)), "offload must be False inside a region, got True"),
-        ((K(0, offload=True), K(1), K(2)), "transfers must be of the offloaded nodes [0], in order, got []"),
-    ],
-)
-def test_nodes_that_are_no_schedule_are_refused(nodes, message):
-    with pytest.raises(DloError) as error:
-        simulate(equal_chain(2, MODE, 2), Schedule(nodes))
-    assert str(error.value).startswith(message)
