@@ -31,9 +31,8 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
-from dlo_plugins.planner.optimizer_state import measure_optimizer
 from dlo_plugins.planner.plan_config import candidate_config
-from dlo_plugins.planner.plan_report import profile_formats, state_format
+from dlo_plugins.planner.plan_report import measure_optimizer, profile_formats, state_format
 from dlo_plugins.planner.plan_search import Candidate
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel

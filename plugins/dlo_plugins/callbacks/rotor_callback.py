@@ -36,7 +36,6 @@ from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.sequence_length import SequenceLength
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.host_link import HostLink, SimulatedLink, StreamLink, measure_link, parse_link
 from dlo_plugins.remat.planning import (
     Budget,
     MeasuredChain,
@@ -48,7 +47,14 @@ from dlo_plugins.remat.planning import (
     replay_in_flight,
 )
 from dlo_plugins.remat.schedule import Keep, Link
-from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
+from dlo_plugins.remat.scheduled_blocks import (
+    HostLink,
+    ScheduledBlocks,
+    SimulatedLink,
+    StreamLink,
+    measure_link,
+    parse_link,
+)
 from dlo_plugins.remat.selective_policy import contexts_for
 
 

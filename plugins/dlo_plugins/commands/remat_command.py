@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
 
     with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun
-        from dlo_plugins.remat.host_link import parse_link
         from dlo_plugins.remat.planning import Budget
+        from dlo_plugins.remat.scheduled_blocks import parse_link
 
         budget = Budget.parse(options.budget)
         if budget.is_auto:

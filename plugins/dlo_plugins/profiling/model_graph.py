@@ -14,7 +14,7 @@ from torch import Tensor
 from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.planner.plan_report import first_batch
+from dlo_plugins.planner.plan_report import batch_of
 
 #: Levels of modules that are drawn, the preferred number first.
 _DEPTHS = (4, 5, 6, 8, 12, 20)
@@ -47,8 +47,7 @@ def draw_model(task: Any, datamodule: Any, folder: Path) -> Path:
             " leave --graph out"
         )
     twin = task.on_meta()
-    batch = twin.example_batch(datamodule)
-    args, kwargs = twin.inputs(tree_map(_on_meta, first_batch(datamodule) if batch is None else batch))
+    args, kwargs = twin.inputs(tree_map(_on_meta, batch_of(twin, datamodule)))
     names = list(kwargs)
     drawn = _draw(_Positional(twin.model, names), [*args, *kwargs.values()], type(twin.model).__name__)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from dlo_plugins.planner.optimizer_state import measure_optimizer
+from dlo_plugins.planner.plan_report import measure_optimizer
 from dlo_tasks.llm.causal_lm import CausalLM
 
 CONFIG = {

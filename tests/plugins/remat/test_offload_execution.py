@@ -11,13 +11,12 @@ import torch
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.remat import host_link
+from dlo_plugins.remat import scheduled_blocks
 from dlo_plugins.remat.allocation_log import AllocationLog
-from dlo_plugins.remat.host_link import SimulatedLink, StreamLink
 from dlo_plugins.remat.planning import draw_schedule
 from dlo_plugins.remat.rotor import keep_fastest
 from dlo_plugins.remat.schedule import Chain, Keep, Link, Mode, Recompute, Schedule, Stage, plan_transfers, predict
-from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
+from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks, SimulatedLink, StreamLink
 from support.late import LateStream
 from support.rotor_runs import Seen, VirtualClock, assert_same, train
 
@@ -74,7 +73,7 @@ def test_with_accumulation_and_bf16() -> None:
 def test_what_streams_have_not_copied_is_not_read(plain: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams whose copies run when they are waited for, and whose targets have wrong values until then."""
     streams = CopyStreams(LateStream(), LateStream())  # type: ignore[arg-type]
-    monkeypatch.setattr(host_link, "copy_streams", lambda device: streams)
+    monkeypatch.setattr(scheduled_blocks, "copy_streams", lambda device: streams)
     monkeypatch.setattr(Rotor, "_make_link", lambda self, device, link: StreamLink(device))
     found = train("net", "50%", measures=True, link=FAST)
     assert found.rotor.plans[0].offloaded > 0  # type: ignore[union-attr]
