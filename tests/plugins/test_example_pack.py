@@ -33,6 +33,8 @@ def test_show_has_its_parameters(listed, example_pack: Path) -> None:
 
 def test_it_is_imported_and_allowed_once_named(example_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(example_pack)
+    for name in [name for name in sys.modules if name.startswith("dlo_example_pack")]:  # Another test's.
+        monkeypatch.delitem(sys.modules, name)
     registry, module = Registry(), "dlo_example_pack.weight_norm"
     assert "dlo_example_pack" not in sys.modules
     assert module not in registry.allowed_import_paths()
