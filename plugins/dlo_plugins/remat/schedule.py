@@ -89,7 +89,7 @@ class Chain:
         assert self.stages, "a chain has stages"
         for stage in self.stages:
             assert stage.modes, f"{stage.name} has no mode"
-            values = [self.input, stage.output, stage.forward_peak, stage.gathered]
+            values: list[float] = [self.input, stage.output, stage.forward_peak, stage.gathered]
             for mode in stage.modes:
                 values += [mode.saved, mode.forward, mode.backward, mode.forward_peak, mode.backward_peak]
                 assert mode.saved >= stage.output, f"{stage.name}: what is saved includes the output"
