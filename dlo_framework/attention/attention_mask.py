@@ -93,7 +93,7 @@ class AttentionMask:
         return self  # A copy of the model has the same mask.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {"causal": self.causal, "num_heads": self.num_heads, "longest": self.longest}
+        options: dict[str, Any] = {"causal": self.causal, "num_heads": self.num_heads, "longest": self.longest}
         return functools.partial(AttentionMask, **options), (self.pattern,)
 
     def blocks(self, length: int) -> int:

@@ -283,10 +283,10 @@ class MixtureLayer(nn.Module):
     def _combine_choices(self, tokens: Tensor, routing: Routing) -> Tensor:
         experts, places = routing.indices.shape
         counts = torch.full((experts,), places, device=tokens.device)
-        chosen = _TakeByExpert.apply(tokens, routing.indices)
+        chosen = _ByExpert.apply(tokens, routing.indices, len(tokens), False)
         outputs = self.experts.compute_sorted(chosen, counts)
         outputs = outputs * routing.weights.flatten()[:, None].to(outputs.dtype)
-        combined: Tensor = _AddByExpert.apply(outputs.to(tokens.dtype), routing.indices, len(tokens))
+        combined: Tensor = _ByExpert.apply(outputs.to(tokens.dtype), routing.indices, len(tokens), True)
         return combined
 
 
@@ -301,33 +301,23 @@ def _add_by_expert(rows: Tensor, indices: Tensor, tokens: int) -> Tensor:
     return total
 
 
-class _TakeByExpert(torch.autograd.Function):
-    """Tokens of each expert's choices, `[E * places, D]`, with a backward of fixed order."""
+class _ByExpert(torch.autograd.Function):
+    """Tokens of each expert's choices, `[E * places, D]`, or sums of each token's rows, in the order of the experts.
+
+    Each is the backward of the other, with a fixed order of sums.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, indices: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, tokens: int, adds: bool) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.tokens = len(tokens)
-        return tokens.index_select(0, indices.flatten())
+        ctx.tokens, ctx.adds = tokens, adds
+        return _add_by_expert(rows, indices, tokens) if adds else rows.index_select(0, indices.flatten())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (indices,) = ctx.saved_tensors
-        return _add_by_expert(gradient, indices, ctx.tokens), None
-
-
-class _AddByExpert(torch.autograd.Function):
-    """Sums of the rows of each token, in the order of the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, indices: Tensor, tokens: int) -> Tensor:
-        ctx.save_for_backward(indices)
-        return _add_by_expert(rows, indices, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (indices,) = ctx.saved_tensors
-        return gradient.index_select(0, indices.flatten()), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (indices,), adds = ctx.saved_tensors, ctx.adds
+        taken = gradient.index_select(0, indices.flatten()) if adds else _add_by_expert(gradient, indices, ctx.tokens)
+        return taken, None, None, None
 
 
 # --- sparse upcycling ---------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class ContextParallel(Applier):
         self._original = next((model.config._attn_implementation or "sdpa" for model in models), "sdpa")
         self.sequence = ContextSequence(mesh[_AXIS].get_group(), self.method)
         self._gathering = transformers_attention.share_attention(module, plan, self.sequence, self.gathers)
-        self._shares = any(transformers_attention.is_shared(model) for model in models)
+        self._shares = any(m.config._attn_implementation == transformers_attention.IMPLEMENTATION for m in models)
 
     def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's shard of a batch that all ranks of the axis have.

@@ -133,10 +133,10 @@ class TensorParallel(Applier):
             DloError: The plan has no rules and none can be inferred, with the layers in the way; or slices by a user's
                 rules do not compute what the full blocks do.
         """
+        from dlo_plugins.tensor.inference.block_proof import join_plans
         from dlo_plugins.tensor.inference.inferred_rules import (
             has_rules,
             infer_rules,
-            join_plans,
             lacks_rules,
             try_rules,
             with_rules,

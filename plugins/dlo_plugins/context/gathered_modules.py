@@ -163,19 +163,13 @@ def _interface_parts(module: nn.Module, name: str) -> list[str]:
     None if it mixes positions in other ways too.
     """
     root = module.get_submodule(name)
-    if _convolves(root):
-        return []
-    found = []
-    for inner, part in root.named_modules():
-        if _uses_interface(part):
-            found.append(f"{name}.{inner}" if inner else name)
-    others = [
-        part
-        for inner, part in root.named_modules()
-        if inner and is_stateful(part) and not _is_inside(f"{name}.{inner}", found)
-        if not any(_is_inside(one, [f"{name}.{inner}"]) for one in found)
-    ]
-    return [] if others else found
+    parts = {f"{name}.{inner}" if inner else name: part for inner, part in root.named_modules()}
+    found = [] if _convolves(root) else [full for full, part in parts.items() if _uses_interface(part)]
+    around = [full for full in parts if any(_is_inside(one, [full]) for one in found)]
+    mixes = any(
+        is_stateful(part) and full not in (name, *around) for full, part in parts.items() if not _is_inside(full, found)
+    )
+    return [] if mixes else found
 
 
 def _uses_interface(part: nn.Module) -> bool:

@@ -75,7 +75,9 @@ def check_model(module: nn.Module, plan: ParallelPlan, gather: Gather = "auto") 
             f" {type(module).__name__}; set cp=1, and use tp, pp or dp instead"
         )
     for model in models:
-        _check_family(model)
+        config = model.config.get_text_config()
+        if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+            raise DloError(_causal_error(f"{type(model).__name__}, which is not"))
     parts = find_parts(module, models, plan, gather)
     if not parts.attention and not parts.gathered:
         raise DloError(
@@ -90,7 +92,13 @@ def check_model(module: nn.Module, plan: ParallelPlan, gather: Gather = "auto") 
         for model in models:
             model.set_attn_implementation(IMPLEMENTATION)
         for name in parts.attention:
-            _check_attention(module, name)
+            part: Any = module.get_submodule(name)
+            if getattr(getattr(part, "config", None), "_attn_implementation", None) != IMPLEMENTATION:
+                raise DloError(
+                    f"attention '{name}' of {type(module).__name__} must use transformers' AttentionInterface for"
+                    f" context parallelism, got {type(part).__name__}, which does not; set cp=1, or use a family that"
+                    " does: llama, qwen3, gpt_neox..."
+                )
     finally:
         for model, implementation in zip(models, before, strict=True):
             model.set_attn_implementation(implementation)
@@ -118,11 +126,6 @@ def outermost(module: nn.Module) -> list[Any]:
         if isinstance(part, PreTrainedModel) and not inside:
             found.append((name, part))
     return [model for _, model in found]
-
-
-def is_shared(model: Any) -> bool:
-    """Returns whether a model's attention is this package's."""
-    return bool(model.config._attn_implementation == IMPLEMENTATION)
 
 
 @contextlib.contextmanager
@@ -192,7 +195,7 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
             f" batch, got {list(mask.shape)} from {kind}; set gather: all of ContextParallel"
         )
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise DloError(f"attention must be causal for context parallelism, got is_causal=False from {kind}; set cp=1")
+        raise DloError(_causal_error(f"is_causal=False from {kind}"))
     if others.get("position_bias") is not None:
         raise DloError(
             f"attention must have no position bias for context parallelism, got position_bias from {kind}; set gather:"
@@ -205,18 +208,5 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
         )
 
 
-def _check_family(model: Any) -> None:
-    kind, config = type(model).__name__, model.config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        raise DloError(f"attention must be causal for context parallelism, got {kind}, which is not; set cp=1")
-
-
-def _check_attention(module: nn.Module, name: str) -> None:
-    """Checks an attention module while the model uses this implementation."""
-    part: Any = module.get_submodule(name)
-    kind = type(part).__name__
-    if getattr(getattr(part, "config", None), "_attn_implementation", None) != IMPLEMENTATION:
-        raise DloError(
-            f"attention '{name}' of {type(module).__name__} must use transformers' AttentionInterface for context"
-            f" parallelism, got {kind}, which does not; set cp=1, or use a family that does: llama, qwen3, gpt_neox..."
-        )
+def _causal_error(got: str) -> str:
+    return f"attention must be causal for context parallelism, got {got}; set cp=1"

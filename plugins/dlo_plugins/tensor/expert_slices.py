@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from dlo_framework.batches import tree_map
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.vocab_parallel import copy_in
 from dlo_framework.errors import DloError
 from dlo_framework.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.tensor.collectives import copy_in, reduce_from_region
+from dlo_plugins.tensor.collectives import reduce_from_region
 from dlo_plugins.tensor.tp_plan import Division, TPPlan
 
 #: Names of the first projection of stacked experts, in transformers and in dlo, with its number of parts of size H.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.vocab_parallel import copy_in
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_plugins.tensor.collectives import copy_in
 
 if TYPE_CHECKING:
     from dlo_plugins.tensor.regions import Region

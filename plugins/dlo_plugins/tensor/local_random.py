@@ -70,9 +70,10 @@ class Dropouts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._rates = [(part, "p") for part in module.modules() if isinstance(part, DROPOUTS)]
+        self._rates: list[tuple[nn.Module, str]] = []
         for part in module.modules():
-            self._rates += [(part, key) for key in _PROBABILITIES if isinstance(getattr(part, key, None), float)]
+            keys = [key for key in _PROBABILITIES if isinstance(getattr(part, key, None), float)]
+            self._rates += [(part, key) for key in (["p", *keys] if isinstance(part, DROPOUTS) else keys)]
 
     @property
     def active(self) -> bool:

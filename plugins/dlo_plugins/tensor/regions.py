@@ -21,9 +21,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.vocab_parallel import copy_in
 from dlo_framework.errors import DloError
 from dlo_plugins.tensor import overlap
-from dlo_plugins.tensor.collectives import copy_in, gather_to_region, reduce_from_region, reduce_scatter_from_region
+from dlo_plugins.tensor.collectives import gather_to_region, reduce_from_region, reduce_scatter_from_region
 from dlo_plugins.tensor.local_random import Dropouts, LocalRandom
 from dlo_plugins.tensor.overlap import AsyncProducts
 from dlo_plugins.tensor.projections import REGION, RowProduct, add_bias, install_row_adapters, mix_in

@@ -37,17 +37,17 @@ _ENTRIES = ("tensor", "head_widths", "head_operands", "shared_features")
 
 def join_plans(plan: ParallelPlan, more: ParallelPlan) -> ParallelPlan:
     """Returns a plan with the rules, widths, operands and shared features of another after its own."""
-    return replace(plan, **{key: {**getattr(plan, key), **getattr(more, key)} for key in _ENTRIES})
+    joined: Any = {key: {**getattr(plan, key), **getattr(more, key)} for key in _ENTRIES}
+    return replace(plan, **joined)
 
 
 def rename_plan(plan: ParallelPlan, parents: Sequence[str]) -> ParallelPlan:
     """Returns a plan for each of several modules, of one whose names are relative to such a module."""
-    return ParallelPlan(
-        **{
-            key: {f"{at}.{name}" if name else at: value for at in parents for name, value in getattr(plan, key).items()}
-            for key in _ENTRIES
-        }
-    )
+    renamed: Any = {
+        key: {f"{at}.{name}" if name else at: value for at in parents for name, value in getattr(plan, key).items()}
+        for key in _ENTRIES
+    }
+    return ParallelPlan(**renamed)
 
 
 class _ThreadCommunicator(Communicator):
