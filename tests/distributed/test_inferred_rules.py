@@ -139,15 +139,8 @@ MORE = [
     *(Case(TP, {"kind": kind, **more, "recompute": True}, CLIPS, name=name) for name, kind, more in BY_HEAD),
 ]
 FOUR = [
-    Case(partial(MeshStrategy, tp=2, dp_shard=2), {"kind": kind, **more}, CLIPS, name=name)
-    for name, kind, more in BY_HEAD
-]
-FOUR += [
-    Case(partial(MeshStrategy, tp=2, cp=2, dp_shard=1), {"kind": kind, **more}, CLIPS, name=name)
-    for name, kind, more in BY_HEAD
-]
-FOUR += [
-    Case(partial(MeshStrategy, tp=2, pp=2, dp_shard=1, micro_batches=2), {"kind": kind, **more}, CLIPS, name=name)
+    Case(partial(MeshStrategy, **{"tp": 2, "dp_shard": 1, **axes}), {"kind": kind, **more}, CLIPS, name=name)
+    for axes in ({"dp_shard": 2}, {"cp": 2}, {"pp": 2, "micro_batches": 2})
     for name, kind, more in BY_HEAD
 ]
 

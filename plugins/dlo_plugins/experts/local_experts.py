@@ -70,18 +70,27 @@ class TokenExchange:
         Returns:
             Outputs `[T, k, D]`, in the order of `index`.
         """
-        count, choices = tokens.shape[0], index.shape[-1]
+        count, choices, own_dtype = tokens.shape[0], index.shape[-1], tokens.dtype
         flat = index.reshape(-1)
         order, counts = self._sort(flat)
         sent, received, per_expert = self._agree(counts, len(flat))
-        order = order[: sum(sent)]
-        rows = _TakeRows.apply(tokens, order, choices, dtype or tokens.dtype, float(self.size))  # [S, D], by expert
+        order = order[: sum(sent)]  # [S], places among the choices [T * k]
         there, back = (functools.partial(self.exchange, *lengths) for lengths in ((sent, received), (received, sent)))
+
+        def sum_choices(gradient: Tensor) -> Tensor:
+            """Sums without atomics, in the tokens' dtype."""
+            full = gradient.new_zeros(count * choices, gradient.shape[-1], dtype=own_dtype)
+            full.index_copy_(0, order, gradient.to(own_dtype))
+            return full.view(count, choices, -1).sum(1) * float(self.size)
+
+        def place(rows: Tensor) -> Tensor:
+            return rows.new_zeros(count * choices, rows.shape[-1]).index_copy_(0, order, rows)
+
+        rows = with_backward(tokens, lambda given: given.to(dtype or own_dtype)[order // choices], sum_choices)
         rows = with_backward(rows, there, back)  # [R, D], by source and expert
         owned = self._expert_numbers(per_expert, sum(received), flat)
         out = with_backward(compute(rows, owned), back, lambda grad: there(grad) / self.size)  # [S, D]
-        placed = _PlaceRows.apply(out, order, count * choices)
-        return placed.view(count, choices, -1)
+        return with_backward(out, place, lambda grad: grad[order]).view(count, choices, -1)
 
     def _sort(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the places of all choices by expert, skipped ones last `[T * k]`, and the experts' counts."""
@@ -123,41 +132,6 @@ class TokenExchange:
 def has_no_values(tensor: Tensor) -> bool:
     """Returns whether a tensor has a shape alone, as in a rehearsal."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-class _TakeRows(torch.autograd.Function):
-    """Copies of tokens, in a dtype, in the order of their places among the choices `[T * k]`.
-
-    Backward sums without atomics, in the tokens' dtype, and multiplies the sum by a factor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int, dtype: torch.dtype, factor: float) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.shape, ctx.choices, ctx.dtype, ctx.factor = tokens.shape, choices, tokens.dtype, factor
-        return tokens.to(dtype)[order // choices]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (order,) = ctx.saved_tensors
-        count, features = ctx.shape
-        full = gradient.new_zeros(count * ctx.choices, features, dtype=ctx.dtype)
-        full.index_copy_(0, order, gradient.to(ctx.dtype))
-        return full.view(count, ctx.choices, features).sum(1) * ctx.factor, None, None, None, None
-
-
-class _PlaceRows(torch.autograd.Function):
-    """Rows at their places among all choices, with zeros at the others."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: int) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows.new_zeros(places, rows.shape[-1]).index_copy_(0, order, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return gradient[order], None, None
 
 
 def divisible_mixtures(model: nn.Module, plan: ParallelPlan, ep: int) -> list[Mixture]:
