@@ -69,6 +69,7 @@ class PackedSamples:
         targets: Number of targets of each piece, int64 [P].
 
     Attributes:
+        targets: Number of targets of each sample, int64 [samples].
         lengths: Positions of each sample, int64 [samples]; None for windows, which have the same length.
         pairs: None: samples have no preferences.
     """
@@ -93,14 +94,14 @@ class PackedSamples:
         self._start, self._length = pieces.start[order], pieces.length[order]
         self._offset = packing.offset[order]
         self._first = np.searchsorted(packing.window[order], np.arange(packing.windows + 1))
-        self._targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
+        self.targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
     def count_targets(self, index: np.ndarray) -> np.ndarray:
         """Returns the number of targets of samples, int64 of the shape of ``index``."""
-        return self._targets[index]
+        return self.targets[index]
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns the batch of the drawn samples."""

@@ -224,6 +224,7 @@ class PreferenceRows:
         filler: Id at unused positions.
 
     Attributes:
+        targets: Positions of each row's chosen answers and their prompts, int64 [rows].
         pairs: Number of preferences of each row, int64 [rows].
         lengths: Positions of each row, int64 [rows]; None where all are of equal length.
     """
@@ -247,7 +248,7 @@ class PreferenceRows:
         self._first = np.searchsorted(row[order], np.arange(rows + 1))
         positions = answers.positions[members]  # [P, M]
         self.pairs: np.ndarray | None = np.bincount(row, minlength=rows)
-        self._targets = np.bincount(row, (positions * preferred).sum(axis=1), rows).astype(np.int64)
+        self.targets = np.bincount(row, (positions * preferred).sum(axis=1), rows).astype(np.int64)
         self.lengths = np.bincount(row, positions.sum(axis=1), rows).astype(np.int64) if width is None else None
 
     def __len__(self) -> int:
@@ -284,7 +285,7 @@ class PreferenceRows:
 
     def count_targets(self, index: np.ndarray) -> np.ndarray:
         """Returns the positions of rows' chosen answers and their prompts, int64 of the shape of ``index``."""
-        return self._targets[index]
+        return self.targets[index]
 
     def _gather(self, held: Sequence[Answers], longest: int | None) -> Batch:
         """Returns a batch with these sequences in its rows, one after the other.
