@@ -7,6 +7,7 @@ Model tensors are saved under their names. Optimizer state is saved by parameter
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import traceback
 import weakref
@@ -32,6 +33,7 @@ from dlo_framework.checkpoint.formats.lightning_file import as_lightning
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
+from dlo_framework.distributed.groups import gloo_group
 from dlo_framework.distributed.optimizer_steps import (
     add_step_hooks,
     disable_fused_unscale,
@@ -106,7 +108,6 @@ class CanonicalStrategy(Strategy, StrategyContract):
     #: Whether gradients are reduced in several buckets also where the default size has room for all, as `dlo parity`
     #: asks; a bucket's size that a user has set stays.
     several_buckets = False
-    _planning_group: dist.ProcessGroup | None = None
     _saver: AsyncSaver | None = None
     _initial_random: dict[str, Any] | None = None
     _step_seed: int | None = None
@@ -167,8 +168,8 @@ class CanonicalStrategy(Strategy, StrategyContract):
         if owner.undo is None or owner.world_size not in (1, ranks):
             raise DloError(
                 f"{type(model).__name__} must have full parameters for {type(self).__name__} on {ranks} ranks, got"
-                f" parameters that {owner.name} has divided among {owner.world_size}; load the module from a checkpoint"
-                " of that run (dlo_framework.load_from_checkpoint)"
+                f" parameters that {owner.name} has divided among {owner.world_size}; load the module from a"
+                " checkpoint of that run (dlo_framework.load_from_checkpoint)"
             )
         owner.undo()
         earlier = owner.strategy()
@@ -268,30 +269,25 @@ class CanonicalStrategy(Strategy, StrategyContract):
             DloError: on all ranks, if any rank cannot write its shards; an older checkpoint at the path is kept. On a
                 path or options of other storage than file systems.
         """
+        path = self.broadcast(str(filepath))
         if self.checkpoint_format == "lightning":
-            self._save_single_file(checkpoint, self.broadcast(str(filepath)), storage_options)
-            return
-        path = checkpoint_path(self.broadcast(str(filepath)), storage_options)
-        if not self.async_checkpoints:
+            run_on_all_ranks(self.planning_group(), lambda: self._save_single_file(checkpoint, path, storage_options))
+        elif self.async_checkpoints:
+            if self._saver is None:
+                self._saver = AsyncSaver(self.planning_group())
+            self._saver.save(checkpoint, checkpoint_path(path, storage_options), about=self.about())
+        else:
             if self._saver is not None:
                 self._saver.wait()
-            save(checkpoint, path, group=self.planning_group(), about=self.about())
-            return
-        if self._saver is None:
-            self._saver = AsyncSaver(self.planning_group())
-        self._saver.save(checkpoint, path, about=self.about())
+            save(checkpoint, checkpoint_path(path, storage_options), group=self.planning_group(), about=self.about())
 
     def _save_single_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         """Writes the full state from rank 0 as a single file, as Lightning's own strategies do."""
-
-        def work() -> None:
-            if self.is_global_zero:
-                content = as_lightning(checkpoint)
-                refuse_unreadable(content)
-                writer = self.checkpoint_io if self._has_own_io() else SafeCheckpointIO()
-                writer.save_checkpoint(content, path, storage_options=storage_options)
-
-        run_on_all_ranks(self.planning_group(), work)
+        if self.is_global_zero:
+            content = as_lightning(checkpoint)
+            refuse_unreadable(content)
+            writer = self.checkpoint_io if self._has_own_io() else SafeCheckpointIO()
+            writer.save_checkpoint(content, path, storage_options=storage_options)
 
     @contextlib.contextmanager
     def saving_in_background(self) -> Iterator[None]:
@@ -391,12 +387,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
 
     def planning_group(self) -> dist.ProcessGroup | None:
         """Returns the gloo group over which ranks plan a save; None in a single process."""
-        if self._world() == 1:
-            return None
-        if self._planning_group is None:
-            group: Any = dist.new_group(backend="gloo", timeout=getattr(self, "_timeout", None))
-            self._planning_group = group
-        return self._planning_group
+        return gloo_group(self)
 
     def _world(self) -> int:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -467,14 +458,25 @@ class CanonicalStrategy(Strategy, StrategyContract):
             assert self.lightning_module is not None
             with keep_dtypes(self.lightning_module):
                 self.precision_plugin.convert_module(self.lightning_module)
-        if self.holds_full_state and self._loads_by_itself():
-            self._load_through_module(checkpoint["state_dict"], strict)
+        module = self.lightning_module
+        assert module is not None
+        if self.holds_full_state and _loads_by_itself(module):
+            names, content = {plain_name(name): name for name in module.state_dict()}, checkpoint["state_dict"]
+            state = OrderedDict((names.get(name, name), content[name]) for name in content)
+            if getattr(content, "_metadata", None):
+                state._metadata = content._metadata  # type: ignore[attr-defined]
+            module.load_state_dict(state, strict=strict)
             return
         saved, held = as_lazy_state_dict(checkpoint["state_dict"]), self.lightning_module_state_dict()
-        extra = {name: module for name, module in self._with_extra_state().items() if name in saved}
+        extra = {
+            name: part
+            for prefix, part in module.named_modules()
+            if type(part).set_extra_state is not nn.Module.set_extra_state
+            and (name := plain_name(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE)) in saved
+        }
         held = {name: value for name, value in held.items() if name not in extra}
-        names = self.state_names()
-        missing, unexpected = names - saved.keys(), saved.keys() - names
+        own = self.state_names()
+        missing, unexpected = own - saved.keys(), saved.keys() - own
         resized = {
             name
             for name in held.keys() & saved.keys()
@@ -490,35 +492,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
             for name in held.keys() & saved.keys():
                 if isinstance(held[name], Shard):
                     saved.read_into(name, held[name])
-        for name, module in extra.items():
-            module.set_extra_state(_own(saved[name]))
+        for name, part in extra.items():
+            part.set_extra_state(_own(saved[name]))
         self.refresh()
-
-    def _loads_by_itself(self) -> bool:
-        """Whether the module overrides loading, by its ``load_state_dict`` or by hooks of its submodules."""
-        module = self.lightning_module
-        assert module is not None
-        own = "load_state_dict" in vars(module) or type(module).load_state_dict is not nn.Module.load_state_dict
-        hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-        return own or any(getattr(part, name, None) for part in module.modules() for name in hooks)
-
-    def _load_through_module(self, saved: Mapping[str, Any], strict: bool) -> None:
-        """Loads the state through the module's ``load_state_dict``, under the module's own names."""
-        assert self.lightning_module is not None
-        names = {plain_name(name): name for name in self.lightning_module.state_dict()}
-        state = OrderedDict((names.get(name, name), saved[name]) for name in saved)
-        if getattr(saved, "_metadata", None):
-            state._metadata = saved._metadata  # type: ignore[attr-defined]
-        self.lightning_module.load_state_dict(state, strict=strict)
-
-    def _with_extra_state(self) -> dict[str, nn.Module]:
-        """Returns the modules with extra state (``get_extra_state``), by the name under which it is saved."""
-        assert self.lightning_module is not None
-        return {
-            plain_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
-            for name, module in self.lightning_module.named_modules()
-            if type(module).set_extra_state is not nn.Module.set_extra_state
-        }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' state and the hyperparameters of their parameter groups."""
@@ -578,6 +554,13 @@ class CanonicalStrategy(Strategy, StrategyContract):
             saved.read_into(key, shard)
             state[key] = _data_of(shard)
         return state
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Returns whether a module overrides loading, by its ``load_state_dict`` or by hooks of its submodules."""
+    own = "load_state_dict" in vars(module) or type(module).load_state_dict is not nn.Module.load_state_dict
+    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return own or any(getattr(part, name, None) for part in module.modules() for name in hooks)
 
 
 def _numbers(optimizer: Optimizer) -> dict[int, int]:
@@ -644,19 +627,18 @@ def _check_groups(optimizer: Optimizer, saved: list[Any], names: list[list[str]]
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     own = {name: number for number, group in enumerate(names) for name in group}
     pairs = {(number, home[name]) for name, number in own.items() if name in home}
-    for settings, side in (([_settings(group) for group in optimizer.param_groups], 1), ([*map(_settings, saved)], 0)):
-        for number in {pair[side] for pair in pairs}:
-            joined = [settings[pair[1 - side]] for pair in pairs if pair[side] == number]
-            if any(one != joined[0] for one in joined):
-                shown = [
-                    [f"group {n}: {_listed(set(group))}" for n, group in enumerate(groups)]
-                    for groups in (names, [group["params"] for group in saved])
-                ]
-                raise DloError(
-                    "parameter groups must be those of the checkpoint, whose settings they get, got"
-                    f" {'; '.join(shown[0])} for the checkpoint's {'; '.join(shown[1])}; group them as before, or start"
-                    " from its weights alone (`dlo checkpoint export`)"
-                )
+    ours, theirs = [_settings(group) for group in optimizer.param_groups], [_settings(group) for group in saved]
+    for (one, of_one), (other, of_other) in itertools.combinations(pairs, 2):
+        if (one == other and theirs[of_one] != theirs[of_other]) or (of_one == of_other and ours[one] != ours[other]):
+            shown = [
+                "; ".join(f"group {n}: {_listed(set(group))}" for n, group in enumerate(groups))
+                for groups in (names, [group["params"] for group in saved])
+            ]
+            raise DloError(
+                "parameter groups must be those of the checkpoint, whose settings they get, got"
+                f" {shown[0]} for the checkpoint's {shown[1]}; group them as before, or start from its weights alone"
+                " (`dlo checkpoint export`)"
+            )
     decoupled = "decoupled_weight_decay"
     for number, other in pairs:
         before, now = saved[other].get(decoupled), optimizer.param_groups[number].get(decoupled)

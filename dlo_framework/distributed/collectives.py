@@ -115,8 +115,7 @@ class Communicator:
         received = memory[: (self.size - 1) * own.numel()].view(self.size - 1, own.numel())
         works: list[dist.Work] = []
         for step, row in enumerate(received, start=1):
-            works.append(self._send(self.segment(buffer, (self.rank + step) % self.size), step))
-            works.append(self._receive(row, step))
+            works += self._exchange_with(self.segment(buffer, (self.rank + step) % self.size), row, step)
 
         def add_up() -> Tensor:
             for row in received:
@@ -142,8 +141,7 @@ class Communicator:
         self._announce("all_gather", buffer)
         works: list[dist.Work] = []
         for step in range(1, self.size):
-            works.append(self._send(own, step))
-            works.append(self._receive(self.segment(buffer, (self.rank - step) % self.size), step))
+            works += self._exchange_with(own, self.segment(buffer, (self.rank - step) % self.size), step)
         return Pending(works, lambda: buffer, self._limit)
 
     def exchange(self, sent: list[Tensor], received: list[int]) -> list[Tensor]:
@@ -241,15 +239,12 @@ class Communicator:
         self._spare.clear()  # Buffers that are too short or of another dtype are not kept beside the new one.
         return like.new_empty(length)
 
-    def _send(self, tensor: Tensor, step: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, group_dst=(self.rank + step) % self.size)
-        assert work is not None
-        return work
-
-    def _receive(self, tensor: Tensor, step: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.group, group_src=(self.rank - step) % self.size)
-        assert work is not None
-        return work
+    def _exchange_with(self, sent: Tensor, received: Tensor, step: int) -> list[Any]:
+        """Starts to send a tensor to the rank `step` further, and to receive one from the rank `step` before."""
+        return [
+            dist.isend(sent, group=self.group, group_dst=(self.rank + step) % self.size),
+            dist.irecv(received, group=self.group, group_src=(self.rank - step) % self.size),
+        ]
 
 
 def _real(tensor: Tensor) -> Tensor:

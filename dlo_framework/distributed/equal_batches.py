@@ -27,20 +27,15 @@ class EqualBatches(Callback):
         self._without_length = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compares the numbers of training batches."""
-        self._check_training(trainer)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compares the numbers again, because loaders may have been rebuilt."""
-        self._check_training(trainer)
-
-    def _check_training(self, trainer: Trainer) -> None:
+        """Compares the numbers of training batches, and in each epoch again, because loaders may have been rebuilt."""
         if control_group(trainer) is None:
             return
         known = _have_length(trainer)
         counts = _gather(trainer, (trainer.num_training_batches, known))
         self._without_length = not all(has for _, has in counts)
         _compare("training", [count for count, _ in counts], "limit_train_batches")
+
+    on_train_epoch_start = on_train_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compares the numbers of validation batches, where a forward pass needs all ranks."""

@@ -18,23 +18,29 @@ from dlo_framework.mesh import AXES, Coordinates, MeshSpec
 _GROUPS: weakref.WeakKeyDictionary[Strategy, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def control_group(trainer: Trainer) -> dist.ProcessGroup | None:
+def gloo_group(strategy: Strategy) -> dist.ProcessGroup | None:
     """Returns a gloo group of all ranks, one for each strategy; None for a single process.
+
+    Its time limit is the strategy's. The first call must come at the same point on all ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    if strategy not in _GROUPS:
+        timeout = getattr(strategy, "_timeout", None)  # Lightning's name for it (2.6).
+        made: Any = dist.new_group(backend="gloo", timeout=timeout)
+        _GROUPS[strategy] = made
+    return _GROUPS[strategy]
+
+
+def control_group(trainer: Trainer) -> dist.ProcessGroup | None:
+    """Returns a gloo group over which callbacks communicate, in the main thread; None for a single process.
 
     It is not the default group, on which other threads reduce gradients: a callback's collectives could pair with
     those of another rank's backward.
 
     The first call must come at the same point on all ranks, and all ranks must use the group in the same order.
     """
-    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return None
-    group = _GROUPS.get(trainer.strategy)
-    if group is None:
-        timeout = getattr(trainer.strategy, "_timeout", None)  # Lightning's name for it (2.6).
-        made: Any = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(made, dist.ProcessGroup)
-        group = _GROUPS[trainer.strategy] = made
-    return group
+    return gloo_group(trainer.strategy) if trainer.world_size > 1 else None
 
 
 class MeshGroups:

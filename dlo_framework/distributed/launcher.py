@@ -138,24 +138,20 @@ class RankLauncher(_SubprocessScriptLauncher):
             _end_with_parent()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            result = function(*args, **kwargs)
+            return function(*args, **kwargs)
         except BaseException as error:
             self._running = False
-            if isinstance(error, _TunerExitException) or is_agreed(error):
-                self._end_watch(orderly=True)
-                signals.stop()
-                raise
-            if self.num_processes * self.num_nodes == 1:
+            agreed = isinstance(error, _TunerExitException) or is_agreed(error)
+            if agreed or self.num_processes * self.num_nodes == 1:
                 raise
             shown = self._handle_error(error)
-            signals.stop()
             if shown is error:
                 raise
             raise shown from None
-        self._running = False
-        self._end_watch(orderly=True)
-        signals.stop()
-        return result
+        finally:
+            self._running = False
+            self._end_watch(orderly=True)
+            signals.stop()
 
     # --- monitoring ----------------------------------------------------------------------------------------
 
@@ -291,7 +287,10 @@ class RankLauncher(_SubprocessScriptLauncher):
             RunEnd.last = self._make_end(first)
             self._end_silent_parent(first)
             self._end_watch(orderly=False)
-            self._disarm()
+            # All ranks must take part in a save, and some are dead: Lightning's checkpoints on exceptions are off.
+            for callback in self._trainer.checkpoint_callbacks if self._trainer is not None else []:
+                if getattr(callback, "save_on_exception", False):
+                    callback.save_on_exception = False  # type: ignore[attr-defined]
         threading.Thread(target=self._abandon_unless, args=(self.handled, farewell, first), daemon=True).start()
         return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
@@ -313,12 +312,6 @@ class RankLauncher(_SubprocessScriptLauncher):
         may_save = isinstance(error, Exception) and not is_lost_connection(error)
         able = [callback for callback in callbacks if may_save and hasattr(callback, "moment_of_error")]
         return self.monitor.raises_together("".join(callback.moment_of_error(self._trainer) for callback in able))
-
-    def _disarm(self) -> None:
-        """Switches off Lightning's checkpoints on exceptions: all ranks must take part in a save, and some are dead."""
-        for callback in self._trainer.checkpoint_callbacks if self._trainer is not None else []:
-            if getattr(callback, "save_on_exception", False):
-                callback.save_on_exception = False  # type: ignore[attr-defined]
 
     # --- the processes that this one has started -----------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ def on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
-def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yields a module's own parameters and buffers, without those of its submodules."""
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns a module's own parameters and buffers by name, without those of its submodules."""
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
 def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
@@ -43,17 +42,10 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
     """
     lacking = []
     for name, submodule in module.named_modules():
-        if _resets(submodule) or not any(tensor.is_meta for tensor in own_tensors(submodule)):
-            continue
-        absent = submodule._non_persistent_buffers_set if loads_weights else None
-        lacking += [
-            f"{name}.{key}" if name else key
-            for key, tensor in [
-                *submodule.named_parameters(recurse=False),
-                *submodule.named_buffers(recurse=False),
-            ]
-            if tensor.is_meta and (absent is None or key in absent)
-        ]
+        if not _resets(submodule):
+            absent = submodule._non_persistent_buffers_set if loads_weights else None
+            missing = [key for key, tensor in _own_tensors(submodule) if tensor.is_meta]
+            lacking += [f"{name}.{key}" if name else key for key in missing if absent is None or key in absent]
     if lacking:
         raise DloError(
             f"tensors under meta_init must have a reset_parameters() that initialises them, got {shown_names(lacking)}"
@@ -108,9 +100,10 @@ class Initialiser:
         for name, submodule, lacking in fresh:
             if lacking and _resets(submodule) and not self._is_read_later(name, submodule):
                 with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-                    torch.manual_seed(module_seed(self._seed, name))
+                    digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+                    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                     with torch.no_grad():
-                        _reset(submodule)
+                        _resets(submodule)()
         for name, submodule, lacking in fresh:
             for key in lacking:
                 _cut_again(submodule, key, self._layout.slices.get(_joined(name, key)))
@@ -154,12 +147,6 @@ class Initialiser:
             entries[key] = self._made[id(tensor)]
 
 
-def module_seed(seed: int, name: str) -> int:
-    """Returns the seed of a module's initial values."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 def _cut_again(module: nn.Module, key: str, cut: TensorSlice | None) -> None:
     tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
     assert tensor is not None
@@ -177,11 +164,6 @@ def _children_first(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Mo
     yield prefix, module
 
 
-def _resets(module: nn.Module) -> bool:
-    return any(callable(getattr(module, name, None)) for name in ("reset_parameters", "_reset_parameters"))
-
-
-def _reset(module: nn.Module) -> None:
-    """Calls a module's own initialisation; torch's attention and transformer call theirs ``_reset_parameters``."""
-    method: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    method()
+def _resets(module: nn.Module) -> Any:
+    """Returns a module's own initialisation; torch's attention and transformer call theirs ``_reset_parameters``."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import NamedTuple
 
@@ -95,55 +96,44 @@ def own_line(frame: FrameType | None) -> str:
 
 def _is_librarys(frame: FrameType) -> bool:
     installed = "site-packages" in frame.f_code.co_filename or "dist-packages" in frame.f_code.co_filename
-    return _package(frame) in ("torch", "lightning", "pytorch_lightning") or (installed and not is_dlos(frame))
+    return _is_of(frame, ("torch", "lightning", "pytorch_lightning")) or (installed and not is_dlos(frame))
 
 
 def is_dlos(frame: FrameType) -> bool:
     """Returns whether a frame is in one of dlo's packages."""
-    return _package(frame) in own_packages()
+    return _is_of(frame, own_packages())
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _is_of(frame: FrameType, packages: Collection[str]) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
 
 
 def _collective_of(frame: FrameType | None) -> str:
     """Returns the collective that the innermost frames wait in, with dlo's or the user's line that called it."""
-    found, frames = "", 0
-    while frame is not None:
-        code, number = frame.f_code, frame.f_lineno
-        frames += 1
-        if not found and frames <= _NEAR:
-            line = linecache.getline(code.co_filename, number)
+    found = ""
+    for number, (inner, line) in enumerate(_walk(frame)):
+        code = inner.f_code
+        if not found and number < _NEAR:
             if f"torch{os.sep}distributed" in code.co_filename:
                 found = code.co_name
-            elif is_dlos(frame):  # A line of other code that matches may wait for anything.
-                match = _COLLECTIVE.search(line)
+            elif is_dlos(inner):  # A line of other code that matches may wait for anything.
+                match = _COLLECTIVE.search(linecache.getline(code.co_filename, line))
                 found = match.group().strip(".(").rpartition(".")[2] if match else ""
-        if found and not _is_librarys(frame):
-            return f"{found} at {os.path.basename(code.co_filename)}:{number}"
-        if not found and frames > _NEAR:
-            return ""
-        frame = frame.f_back
+        if found and not _is_librarys(inner):
+            return f"{found} at {os.path.basename(code.co_filename)}:{line}"
+        if not found and number >= _NEAR:
+            break
     return found
-
-
-def fingerprint(frame: FrameType | None) -> int:
-    """Returns a number that stays the same while a thread stays at one instruction of one call."""
-    found: list[int] = []
-    while frame is not None:
-        found += (id(frame), frame.f_lasti)
-        frame = frame.f_back
-    return hash(tuple(found))
 
 
 def is_saving(frame: FrameType | None) -> bool:
     """Returns whether a frame is inside the saving of a checkpoint."""
-    while frame is not None:
-        if frame.f_code.co_name == "save_checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+    return any(outer.f_code.co_name == "save_checkpoint" for outer, _ in _walk(frame))
+
+
+def _walk(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yields a frame and its callers, with the line of each."""
+    return traceback.walk_stack(frame) if frame is not None else iter(())
 
 
 class StackSampler:
@@ -163,7 +153,8 @@ class StackSampler:
             Seconds that the main thread has waited in one collective; 0 outside of collectives.
         """
         frame = main_frame()
-        mark, cpu = fingerprint(frame), _main_threads_cpu_seconds()
+        # The mark stays the same while the thread stays at one instruction of one call.
+        mark, cpu = hash(tuple((id(outer), outer.f_lasti) for outer, _ in _walk(frame))), _main_threads_cpu_seconds()
         # A thread that spins or computes is not waiting; loops that poll stay at one place for a sample or two.
         moved = mark != self._last or cpu - self._cpu > 0.1 * max(passed, 0.1)
         self._last, self._cpu = mark, cpu
@@ -188,7 +179,7 @@ def print_stack(rank: int, world_size: int, error: BaseException | None = None) 
     """
     frame = main_frame()
     if error is None:
-        walk = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+        walk = itertools.islice(_walk(frame), _MOST_FRAMES)
         lines, position = traceback.StackSummary.extract(walk).format()[::-1], position_of(frame)
     else:
         # Its frames have returned, and no longer know their callers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from abc import abstractmethod
@@ -581,20 +582,17 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
 
 def register_data_parallel() -> None:
     """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
-    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook"), ("spawn", "_spawn")):
-        for ending, find_unused in (
-            ("", None),
-            ("_find_unused_parameters_false", False),
-            ("_find_unused_parameters_true", True),
-        ):
-            StrategyRegistry.register(
-                f"ddp{suffix}{ending}",
-                DataParallelStrategy,
-                description="plain data parallelism with canonical checkpoints",
-                override=True,
-                find_unused_parameters=find_unused,
-                start_method=start,
-            )
+    starts = (("popen", ""), ("fork", "_fork"), ("fork", "_notebook"), ("spawn", "_spawn"))
+    unused = {None: "", False: "_find_unused_parameters_false", True: "_find_unused_parameters_true"}
+    for (start, suffix), (find_unused, ending) in itertools.product(starts, unused.items()):
+        StrategyRegistry.register(
+            f"ddp{suffix}{ending}",
+            DataParallelStrategy,
+            description="plain data parallelism with canonical checkpoints",
+            override=True,
+            find_unused_parameters=find_unused,
+            start_method=start,
+        )
 
 
 def use_canonical_checkpoints(trainer: Trainer) -> None:
