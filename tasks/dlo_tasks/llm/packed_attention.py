@@ -123,7 +123,11 @@ def attention_arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[st
     if number == rows and not is_cut and not getattr(config, "attn_logit_softcapping", None):
         return {"attention_mask": no_mask}  # One document per row: causal attention suffices.
     if kernel == "flex":
-        return {"attention_mask": _block_masks(config, position_ids, window if is_cut else None)}
+        kinds = set(getattr(config, "layer_types", None) or ()) or {"sliding_attention"}
+        windows = {"full_attention": None, "sliding_attention": window if is_cut else None}
+        if not is_cut or len(kinds) == 1:  # One mask for all layers.
+            return {"attention_mask": block_mask(position_ids, windows.get(min(kinds)))}
+        return {"attention_mask": {kind: block_mask(position_ids, windows[kind]) for kind in windows}}
     return {"attention_mask": no_mask, **document_lengths(position_ids, number, longest)}
 
 
@@ -303,19 +307,6 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of key blocks per query block, `[B, 1, n]`, and their indices, `[B, 1, n, n]`."""
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
-
-
-def _block_masks(config: Any, position_ids: Tensor, window: int | None) -> Any:
-    """Returns one mask for all layers, or a dict with a mask per layer type for families with several."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if window is None or kinds == {"full_attention"}:
-        return block_mask(position_ids)
-    if kinds <= {"sliding_attention"}:
-        return block_mask(position_ids, window)
-    return {
-        "full_attention": block_mask(position_ids),
-        "sliding_attention": block_mask(position_ids, window),
-    }
 
 
 def _by_lengths(

@@ -28,7 +28,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,7 +46,7 @@ from dlo_framework.data.remote import (
 )
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.lock import build_once
-from dlo_tasks.llm.token_windows import RecordShard, StoreShard, TokenShard, TokenWindows, gather_windows, map_bytes
+from dlo_tasks.llm.token_windows import StoreShard, TokenShard, TokenWindows, document_of, gather_windows, map_bytes
 
 Format = Literal["dlo", "megatron", "webdataset"]
 FORMATS: tuple[Format, ...] = ("dlo", "megatron", "webdataset")
@@ -86,7 +85,7 @@ def open_tokens(files: TokenFiles, storage: Storage) -> list[TokenShard]:
             if name.endswith(".bin"):
                 opened.append(MegatronShard(storage.open(name), storage.open(f"{name.removesuffix('.bin')}.idx")))
     else:
-        opened += [_open_tar(files, name, storage) for name in names if name.endswith(".tar")]
+        opened += [TarShard(files, name, storage) for name in names if name.endswith(".tar")]
     if not opened:
         raise DloError(f"sources.{files.name}.path must name files of the format {kind}, got {names[0]}")
     return opened
@@ -123,16 +122,6 @@ def _find_format(files: TokenFiles, names: Sequence[str]) -> Format:
     )
 
 
-def _open_tar(files: TokenFiles, name: str, storage: Storage) -> TokenShard:
-    file, suffix = storage.open(name), files.column or "npy"
-    made_of = [file.stamp(), suffix]
-    places = _index(storage, [*made_of, "places"], lambda: _tar_places(file, suffix, files.name), name, sums=False)
-    rows = np.load(places, mmap_mode="r", allow_pickle=False)
-    read = partial(_read_tar, file, rows, suffix)
-    lengths = lambda: np.array([len(read(number)) for number in range(len(rows))], np.int64)
-    return RecordShard(name, _index(storage, made_of, lengths, name), read, partial(_row_range, rows), file)
-
-
 def _tar_places(file: LocalFile | RemoteFile, suffix: str, source: str) -> np.ndarray:
     found: list[TarMember] = []
     others: set[str] = set()
@@ -149,23 +138,79 @@ def _tar_places(file: LocalFile | RemoteFile, suffix: str, source: str) -> np.nd
     return np.array([(member.offset, member.size) for member in found], np.int64)
 
 
-def _row_range(rows: np.ndarray, number: int) -> tuple[int, int]:
-    return int(rows[number, 0]), int(rows[number, 1])
+class TarShard:
+    """Shard whose documents are members of a tar in WebDataset's layout; a :class:`TokenShard`.
 
+    Args:
+        files: Source of the tar; its column is the suffix of the members.
+        name: Path or URL of the tar.
+        storage: Places of files and indices.
+    """
 
-def _read_tar(file: LocalFile | RemoteFile, rows: np.ndarray, suffix: str, number: int) -> np.ndarray:
-    content = file.read(*_row_range(rows, number))
-    try:
-        if suffix.rpartition(".")[2] == "json":
-            return np.array(json.loads(content), dtype=np.int64)
-        ids = np.load(io.BytesIO(content), allow_pickle=False)
-    except ValueError as error:
-        raise DloError(
-            f"{file.name}: member {number} ({suffix}) must be an .npy array or a JSON list of ids, got {error}"
-        ) from error
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise DloError(f"{file.name}: member {number} must be integers with one dim, got {ids.dtype}{list(ids.shape)}")
-    return ids
+    def __init__(self, files: TokenFiles, name: str, storage: Storage) -> None:
+        self.name, self.file, self._suffix = name, storage.open(name), files.column or "npy"
+        made_of = [self.file.stamp(), self._suffix]
+        find = lambda: _tar_places(self.file, self._suffix, files.name)
+        self._places_file = _index(storage, [*made_of, "places"], find, name, sums=False)
+        self._rows = np.load(self._places_file, mmap_mode="r", allow_pickle=False)  # offset and size of each document
+        lengths = lambda: np.array([len(self._read(number)) for number in range(len(self._rows))], np.int64)
+        self._index_file = _index(storage, made_of, lengths, name)
+        self._bounds = np.load(self._index_file, mmap_mode="r", allow_pickle=False)
+        self.documents, self.tokens = len(self._bounds) - 1, int(self._bounds[-1])
+
+    def bounds(self, index: np.ndarray) -> np.ndarray:
+        """Returns the first token of documents."""
+        return np.asarray(self._bounds[index])
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns the ids of windows, each of as many documents as it spans."""
+        firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
+        rows = []
+        for start, first, last in zip(starts.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+            ids = np.concatenate([self._checked(number) for number in range(first, last + 1)])
+            rows.append(ids[start - int(self._bounds[first]) :][:length])
+        return np.stack(rows)
+
+    def ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
+        """Returns the ranges of the documents of windows."""
+        firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
+        spans = (range(first, last + 1) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True))
+        return [(int(offset), int(size)) for offset, size in self._rows[sorted(set().union(*spans))]]
+
+    def _checked(self, number: int) -> np.ndarray:
+        ids, expected = self._read(number), int(self._bounds[number + 1] - self._bounds[number])
+        if len(ids) != expected:
+            raise DloError(
+                f"{self.name}: document {number} must have {expected} tokens, as when it was indexed, got {len(ids)};"
+                f" delete {self._index_file}"
+            )
+        return ids
+
+    def _read(self, number: int) -> np.ndarray:
+        content = self.file.read(*(int(value) for value in self._rows[number]))
+        try:
+            if self._suffix.rpartition(".")[2] == "json":
+                return np.array(json.loads(content), dtype=np.int64)
+            ids = np.load(io.BytesIO(content), allow_pickle=False)
+        except ValueError as error:
+            raise DloError(
+                f"{self.name}: member {number} ({self._suffix}) must be an .npy array or a JSON list of ids, got"
+                f" {error}"
+            ) from error
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise DloError(
+                f"{self.name}: member {number} must be integers with one dim, got {ids.dtype}{list(ids.shape)}"
+            )
+        return np.asarray(ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bounds": None, "_rows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rows, self._bounds = (
+            np.load(path, mmap_mode="r", allow_pickle=False) for path in (self._places_file, self._index_file)
+        )
 
 
 def _index(

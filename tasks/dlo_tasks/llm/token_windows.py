@@ -9,8 +9,7 @@ left out.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,72 +129,6 @@ class StoreShard:
         """Returns the ranges of windows."""
         size = self._store.raw.itemsize
         return [(self._store.offset + start * size, length * size) for start in starts.tolist()]
-
-
-class RecordShard:
-    """Shard whose documents are members of a tar in WebDataset's layout.
-
-    Args:
-        name: Name of the file.
-        index: File with the first token of each document and the number of tokens, int64 `[documents + 1]`.
-        read_record: Function that returns the ids of a document.
-        range_of: Function that returns the (offset, size) of a document in the file.
-        file: File, for reading ahead.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        index: Path,
-        read_record: Callable[[int], np.ndarray],
-        range_of: Callable[[int], tuple[int, int]],
-        file: LocalFile | RemoteFile,
-    ) -> None:
-        self.name, self._index = name, index
-        self._bounds = np.load(index, mmap_mode="r", allow_pickle=False)
-        self.documents, self.tokens = len(self._bounds) - 1, int(self._bounds[-1])
-        self._read_record, self._range_of, self.file = read_record, range_of, file
-
-    def bounds(self, index: np.ndarray) -> np.ndarray:
-        """Returns the first token of documents."""
-        return np.asarray(self._bounds[index])
-
-    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Returns the ids of windows, each of as many documents as it spans."""
-        firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
-        rows = []
-        for start, first, last in zip(starts.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
-            bounds = self.bounds(np.arange(first, last + 2)).tolist()
-            parts = [self._document(first + number, *pair) for number, pair in enumerate(pairwise(bounds))]
-            rows.append(np.concatenate(parts)[start - bounds[0] :][:length])
-        return np.stack(rows)
-
-    def _document(self, number: int, begin: int, end: int) -> np.ndarray:
-        """Returns the ids of a document, whose bounds are given."""
-        ids = self._read_record(number)
-        if len(ids) != end - begin:
-            raise DloError(
-                f"{self.name}: document {number} must have {end - begin} tokens, as when it was indexed, got"
-                f" {len(ids)}; delete {self._index}"
-            )
-        return ids
-
-    def ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
-        """Returns the ranges of the documents of windows."""
-        firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
-        wanted = {
-            number
-            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
-            for number in range(first, last + 1)
-        }
-        return [self._range_of(number) for number in sorted(wanted)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bounds": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._bounds = np.load(self._index, mmap_mode="r", allow_pickle=False)
 
 
 # --- windows ------------------------------------------------------------------------------------------------------
