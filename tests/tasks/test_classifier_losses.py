@@ -156,7 +156,7 @@ def test_a_small_confusion_matrix_shows_shares_and_counts():
     assert len(torch.unique(cell.flatten(1), dim=1).T) > 2  # the count is written in it
 
 
-@pytest.mark.parametrize(("classes", "cell"), [(100, 10), (1000, 1), (1500, 1)])
+@pytest.mark.parametrize(("classes", "cell"), [(100, 10), (1500, 1)])
 def test_a_large_confusion_matrix_has_a_cell_of_pixels_for_each_pair(classes, cell):
     counts = torch.eye(classes, dtype=torch.long) * 50
     counts[5, 6] = 1

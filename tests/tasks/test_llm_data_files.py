@@ -171,15 +171,6 @@ def test_data_without_anything_to_learn_are_refused(make, tmp_path):
         data.setup("fit")
 
 
-def test_a_broken_line_is_named_with_its_file(make, tmp_path):
-    file = tmp_path / "broken.jsonl"
-    file.write_text('{"text": "fine"}\n{"text": "bro\n')
-    data = make(train_files=str(file))
-    data.check()  # reads the first record only
-    with pytest.raises(DloError, match=r"broken\.jsonl:2: JSON is invalid"):
-        data.setup("fit")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -139,8 +139,6 @@ GPT2: dict[str, Any] = {
 }
 OPT = {"model_type": "opt", **SIZES, "ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 16}
 GPT_J = {**GPT2, "model_type": "gptj", "rotary_dim": 4}
-CODEGEN = {**GPT_J, "model_type": "codegen", "n_head": 4, "n_embd": 16}
-NEO_X = {**LLAMA, "model_type": "gpt_neox"}
 XGLM = {"model_type": "xglm", "vocab_size": 20, "num_layers": 1, "attention_heads": 2, "d_model": 8, "ffn_dim": 8}
 MAMBA = {"model_type": "mamba", "vocab_size": 20, "num_hidden_layers": 1, "hidden_size": 8}
 
@@ -155,7 +153,7 @@ def check(config: dict[str, Any], seq_len: int | None, **options: Any) -> None:
     CausalLM(config=config, **options).check(SimpleNamespace(seq_len=seq_len))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("config", [GPT2, OPT, GPT_J, CODEGEN], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [GPT2, OPT, GPT_J], ids=lambda config: config["model_type"])
 def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dict[str, Any]) -> None:
     model = built(config)
     assert position_table_size(model) == max_positions(model.config) == 16
@@ -167,7 +165,7 @@ def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dic
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, NEO_X, {**XGLM, "max_position_embeddings": 16}, MAMBA],
+    [LLAMA, {**XGLM, "max_position_embeddings": 16}, MAMBA],
     ids=lambda config: config["model_type"],
 )
 def test_a_model_that_computes_its_positions_has_more(config: dict[str, Any]) -> None:

@@ -370,9 +370,7 @@ class ImageClassifier(Task):
         """Resets the confusion matrix."""
         self.confusion.reset()
 
-    def on_test_epoch_start(self) -> None:
-        """Resets the confusion matrix."""
-        self.confusion.reset()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Shows the confusion matrix of a separate validation run."""

@@ -427,7 +427,9 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device="cpu", recurse=False)
             model._init_weights(module)  # Buffers that checkpoints leave out, such as rotary frequencies.
-    state = {name: _converted(weights[name], dtype) for name in weights}
+    # Integers, which are codes of 4-bit weights, stay as they are.
+    tensors = ((name, weights[name]) for name in weights)
+    state = {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in tensors}
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -440,11 +442,6 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     if about["generation_config"] is not None:
         model.generation_config = GenerationConfig.from_dict(json.loads(about["generation_config"]))
     return model.eval()
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns a tensor in a dtype; integers, which are codes of 4-bit weights, stay as they are."""
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _write_adapter(model: Any, lora: Lora, base: str | None, folder: Path) -> str:
