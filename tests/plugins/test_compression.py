@@ -181,7 +181,6 @@ def test_what_powersgd_keeps_goes_with_the_parameters_when_buckets_change(monkey
         (lambda: GradientCompression("onebit"), "got onebit; did you mean 'one_bit'"),
         (lambda: GradientCompression("one_bit", block=100), "block must be a multiple of 8, got 100; set 96"),
         (lambda: GradientCompression("powersgd", start_step=1), "start_step must be at least 2 for powersgd, got 1"),
-        (lambda: GradientCompression("powersgd", matrix_rank=0), "matrix_rank must be at least 1, got 0"),
     ],
 )
 def test_bad_settings_say_the_rule_and_the_fix(make, message):

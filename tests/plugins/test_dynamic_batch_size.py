@@ -362,8 +362,6 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
         ({}, "got none; set one"),
         ({"schedule": {0: 8}, "noise_scale": NoiseScale(max_batch_size=8)}, "got schedule and noise_scale; leave"),
         ({"schedule": {0: 0}}, "at least 1"),
-        ({"schedule": {}}, "at least 1"),
-        ({"schedule": {"later": 8}}, "a point must be like"),
         ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch must be at least 1"),
         ({"schedule": {0: 8}, "lr_rule": "cubic"}, "none, sqrt, linear"),
         ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "above 0 and below 1"),

@@ -131,18 +131,12 @@ def test_two_schedules_are_refused():
     ("make", "message"),
     [
         (lambda: WSD(warmup=0.5, decay=0.6), "their sum at most 1, got 0.5 and 0.6"),
-        (lambda: WSD(shape="root"), "shape must be one of linear, cosine, sqrt, exponential, got root"),
         (lambda: WSD(shape="exponential"), "final must be above 0 and below 1, got 0.0"),
         (lambda: WSD(max_lr=0.0), "WSD: max_lr must be above 0, got 0.0"),
-        (lambda: WarmRestarts(cycles=0), "WarmRestarts: cycles must be at least 1, got 0"),
         (lambda: WarmRestarts(ratio=0), "ratio must be above 0, got 0"),
-        (lambda: WarmRestarts(peak_decay=2), "peak_decay must be above 0 and at most 1, got 2"),
-        (lambda: Cyclic(low=1.0), "low must be at least 0 and below 1, got 1.0"),
         (lambda: Cyclic(mode="round"), "mode must be one of triangular, triangular2, exp_range, got round"),
-        (lambda: Cyclic(gamma=0), "gamma must be above 0"),
         (lambda: Rewarm(points=[0.5]), "points must be ascending fractions below 1, the first 0, got"),
         (lambda: Rewarm(points=[0.0, 0.6, 0.3]), "points must be ascending"),
-        (lambda: Rewarm(warmup=1.0), "warmup must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_a_wrong_value_is_refused(make, message):

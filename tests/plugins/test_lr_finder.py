@@ -332,11 +332,8 @@ def test_a_module_that_skips_batches_gives_nan_and_is_told(tmp_path):
     ("arguments", "message"),
     [
         ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must be above 0 and below max_lr, got 1.0 and 0.1"),
-        ({"min_lr": 0.0}, "above 0"),
         ({"num_steps": 5}, "at least 20"),
         ({"suggestion": "step"}, "did you mean 'steep'"),
-        ({"beta": 1.0}, r"beta must be at least 0 and below 1"),
-        ({"stop_factor": 1.0}, "above 1"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):

@@ -282,8 +282,6 @@ def test_a_cpu_without_a_budget_and_manual_optimization_are_refused(tmp_path):
     ("arguments", "message"),
     [
         ({"max_size": 0}, "max_size must be at least 1"),
-        ({"steps_per_trial": 0}, "steps_per_trial must be at least 1"),
-        ({"memory_limit_bytes": 0}, "memory_limit_bytes must be at least 1"),
         ({"margin": 1.0}, r"margin must be at least 0 and below 1"),
     ],
 )

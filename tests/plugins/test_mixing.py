@@ -312,13 +312,10 @@ def test_soft_targets_are_smoothed_as_in_timm():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mixup_alpha": -0.1}, "mixup_alpha must be at least 0, got -0.1"),
         ({"mixup_alpha": 0, "cutmix_alpha": 0}, "got 0 for both"),
         ({"prob": 1.1}, "prob must be at least 0 and at most 1"),
-        ({"switch_prob": -1}, "switch_prob must be at least 0 and at most 1"),
         ({"mode": "half"}, "batch, pair, elem"),
         ({"cutmix_minmax": (0.8, 0.2)}, "the smaller one first"),
-        ({"cutmix_minmax": (0.2, 1.2)}, "at most 1"),
     ],
 )
 def test_bad_recipes_are_refused(arguments, message):

@@ -143,7 +143,6 @@ def test_a_resume_in_the_middle_of_a_step_draws_the_same(tmp_path: Path):
     ("make", "message"),
     [
         (lambda: LayerDrop(theta=0), "theta must be above 0 and at most 1, got 0"),
-        (lambda: LayerDrop(rate=0), "rate must be above 0, got 0"),
         (lambda: StochasticDepthSchedule(start=1.0), "start and end must be at least 0 and differ, got 1.0 and 1.0"),
         (lambda: StochasticDepthSchedule(until=0), "until must be above 0 and at most 1, got 0"),
         (lambda: StochasticDepthSchedule(stages=1), "stages must be at least 2, got 1"),
