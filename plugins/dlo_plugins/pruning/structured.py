@@ -87,7 +87,7 @@ class PrunedRun:
         smaller = self._build(arguments)
         if groups:
             counts = [group.count for group in smaller.channel_groups()]
-            lines.append(prune_channels(weights, groups, counts, _MODEL))
+            lines.append(prune_channels(weights, groups, counts))
         _check_weights(weights, smaller)
         smaller_content: dict[str, Any] = {
             **{key: content[key] for key in ("pytorch-lightning_version", "hparams_name") if key in content},
@@ -182,8 +182,8 @@ def prune_weights(weights: dict[str, Tensor], twin: Task, amounts: dict[str, Any
                 f" leaves {keep}; set {1 / count:.0%} or more, below 100%"
             )
         for group in groups:
-            chosen = kept_units(unit_scores(group, model, weights, _MODEL), keep)
-            remove_units(weights, group, model, chosen, _MODEL)
+            chosen = kept_units(unit_scores(group, model, weights), keep)
+            remove_units(weights, group, model, chosen)
         if kind == "heads":
             sizes |= {"heads": keep * groups[0].ratio, "kv_heads": keep, "head_width": groups[0].width}
         else:
@@ -205,8 +205,8 @@ def prune_weights(weights: dict[str, Tensor], twin: Task, amounts: dict[str, Any
         if isinstance(amount, list):
             kept = [number for number in range(len(blocks)) if number not in amount]
         else:
-            kept = kept_units(block_scores(model, plan, weights, _MODEL), keep).tolist()
-        remove_blocks(weights, blocks, kept, _MODEL)
+            kept = kept_units(block_scores(model, plan, weights), keep).tolist()
+        remove_blocks(weights, blocks, kept)
         sizes["blocks"] = len(kept)
         gone = [number for number in range(len(blocks)) if number not in kept]
         lines.append(f"blocks: {len(blocks)} -> {len(kept)}, without {', '.join(map(str, gone))}")
@@ -362,14 +362,13 @@ def _heads(
     return UnitGroup(block, "heads", columns, rows, count, width, heads // count)
 
 
-def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
     """Returns the score of each unit: the norm of the weights that compute it, times the norm of those that read it.
 
     Args:
         group: Units.
         model: Model, for the layout of its layers.
-        weights: Full weights by name.
-        prefix: Prefix of the model's names in ``weights``.
+        weights: Full weights of the task by name.
 
     Returns:
         float32 scores, ``[count]``.
@@ -377,18 +376,18 @@ def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor
     every = torch.arange(group.count)
     written, read = torch.zeros(group.count), torch.zeros(group.count)
     for name, rule in group.columns:
-        weight = _as_rows(model, name, weights, prefix).float().square().sum(1)
+        weight = _as_rows(model, name, weights).float().square().sum(1)
         for segment in group.segments(rule, every):
             written += weight[segment].view(group.count, -1).sum(1)
     for name in group.rows:
-        weight = _as_rows(model, name, weights, prefix).float().square().sum(0)
+        weight = _as_rows(model, name, weights).float().square().sum(0)
         read += weight[group.inputs(every)].view(group.count, -1).sum(1)
     return written.sqrt() * read.sqrt()
 
 
-def _as_rows(model: nn.Module, name: str, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
+def _as_rows(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> Tensor:
     """Returns a weight as [out, in]."""
-    weight = weights[f"{prefix}{name}.weight"]
+    weight = weights[f"{_MODEL}{name}.weight"]
     return weight.T if is_transposed(model.get_submodule(name)) else weight
 
 
@@ -398,31 +397,28 @@ def kept_units(scores: Tensor, keep: int) -> Tensor:
     return order[:keep].sort().values
 
 
-def remove_units(
-    weights: dict[str, Tensor], group: UnitGroup, model: nn.Module, keep: Tensor, prefix: str = ""
-) -> None:
+def remove_units(weights: dict[str, Tensor], group: UnitGroup, model: nn.Module, keep: Tensor) -> None:
     """Removes all other units of a group from the weights, in place.
 
     Args:
-        weights: Full weights by name.
+        weights: Full weights of the task by name.
         group: Units.
         model: Model, for the layout of its layers.
         keep: Indices of the units to keep, ascending.
-        prefix: Prefix of the model's names in ``weights``.
     """
     for name, rule in group.columns:
         features = torch.cat(group.segments(rule, keep))
         dim = 1 if is_transposed(model.get_submodule(name)) else 0
-        weights[f"{prefix}{name}.weight"] = weights[f"{prefix}{name}.weight"].index_select(dim, features)
-        if f"{prefix}{name}.bias" in weights:
-            weights[f"{prefix}{name}.bias"] = weights[f"{prefix}{name}.bias"][features]
+        weights[f"{_MODEL}{name}.weight"] = weights[f"{_MODEL}{name}.weight"].index_select(dim, features)
+        if f"{_MODEL}{name}.bias" in weights:
+            weights[f"{_MODEL}{name}.bias"] = weights[f"{_MODEL}{name}.bias"][features]
     for name in group.rows:
         dim = 0 if is_transposed(model.get_submodule(name)) else 1
-        weight = weights[f"{prefix}{name}.weight"]
-        weights[f"{prefix}{name}.weight"] = weight.index_select(dim, group.inputs(keep))
+        weight = weights[f"{_MODEL}{name}.weight"]
+        weights[f"{_MODEL}{name}.weight"] = weight.index_select(dim, group.inputs(keep))
 
 
-def block_scores(model: nn.Module, plan: ParallelPlan, weights: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+def block_scores(model: nn.Module, plan: ParallelPlan, weights: Mapping[str, Tensor]) -> Tensor:
     """Returns the score of each block: the norm of the weights that write to the residual stream.
 
     Those are the row projections of the plan; all weights of the block where it has none.
@@ -431,18 +427,17 @@ def block_scores(model: nn.Module, plan: ParallelPlan, weights: Mapping[str, Ten
     for block in plan.block_names(model):
         names = [name for name, part in model.named_modules() if name.startswith(f"{block}.") and _has_weight(part)]
         rows = [name for name in names if plan.rule_for(name) is Rule.ROW] or names
-        scores.append(sum(float(weights[f"{prefix}{name}.weight"].float().square().sum()) for name in rows) ** 0.5)
+        scores.append(sum(float(weights[f"{_MODEL}{name}.weight"].float().square().sum()) for name in rows) ** 0.5)
     return torch.tensor(scores)
 
 
-def remove_blocks(weights: dict[str, Tensor], blocks: Sequence[str], keep: Sequence[int], prefix: str = "") -> None:
+def remove_blocks(weights: dict[str, Tensor], blocks: Sequence[str], keep: Sequence[int]) -> None:
     """Removes blocks from the weights, in place, and renumbers the others.
 
     Args:
-        weights: Full weights by name.
+        weights: Full weights of the task by name.
         blocks: Names of the blocks, which end in their numbers, in order.
         keep: Positions of the blocks to keep, ascending.
-        prefix: Prefix of the model's names in ``weights``.
     """
     parents = {name.rpartition(".")[0] for name in blocks}
     if len(parents) != 1 or not all(name.rpartition(".")[2].isdigit() for name in blocks):
@@ -453,66 +448,61 @@ def remove_blocks(weights: dict[str, Tensor], blocks: Sequence[str], keep: Seque
     parent = parents.pop()
     moved = {}
     for name in list(weights):
-        old = next((old for old, block in enumerate(blocks) if name.startswith(f"{prefix}{block}.")), None)
+        old = next((old for old, block in enumerate(blocks) if name.startswith(f"{_MODEL}{block}.")), None)
         if old is not None:
-            value, rest = weights.pop(name), name.removeprefix(prefix + blocks[old])
+            value, rest = weights.pop(name), name.removeprefix(_MODEL + blocks[old])
             if old in keep:
-                moved[f"{prefix}{parent}.{keep.index(old)}{rest}"] = value
+                moved[f"{_MODEL}{parent}.{keep.index(old)}{rest}"] = value
     weights |= moved
 
 
-def channel_scores(group: ChannelGroup, weights: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+def channel_scores(group: ChannelGroup, weights: Mapping[str, Tensor]) -> Tensor:
     """Returns the score of each channel: the product of its norms' scales, times the norm of the weights that read it.
 
     Without norms, the norm of the weights that compute it takes the place of their scales.
 
     Args:
         group: Channels.
-        weights: Full weights by name.
-        prefix: Prefix of the model's names in ``weights``.
+        weights: Full weights of the task by name.
 
     Returns:
         float32 scores, ``[count]``.
     """
     score, scaled = torch.ones(group.count), False
     for name in group.channelwise:
-        weight = weights.get(f"{prefix}{name}.weight")
+        weight = weights.get(f"{_MODEL}{name}.weight")
         if weight is not None:
             score = score * weight.float().flatten(1).norm(dim=1) if weight.ndim > 1 else score * weight.float().abs()
             scaled = scaled or weight.ndim == 1
     if not scaled:
-        score = score * weights[f"{prefix}{group.writers[0]}.weight"].float().flatten(1).norm(dim=1)
-    read = [weights[f"{prefix}{name}.weight"].float().transpose(0, 1).flatten(1) for name in group.readers]
+        score = score * weights[f"{_MODEL}{group.writers[0]}.weight"].float().flatten(1).norm(dim=1)
+    read = [weights[f"{_MODEL}{name}.weight"].float().transpose(0, 1).flatten(1) for name in group.readers]
     return score * torch.cat(read, 1).norm(dim=1)
 
 
-def remove_channels(weights: dict[str, Tensor], group: ChannelGroup, keep: Tensor, prefix: str = "") -> None:
+def remove_channels(weights: dict[str, Tensor], group: ChannelGroup, keep: Tensor) -> None:
     """Removes all other channels of a group from the weights and buffers, in place.
 
     Args:
-        weights: Full weights by name.
+        weights: Full weights of the task by name.
         group: Channels.
         keep: Indices of the channels to keep, ascending.
-        prefix: Prefix of the model's names in ``weights``.
     """
     for name in (*group.writers, *group.channelwise):
         for key in ("weight", "bias", "running_mean", "running_var"):
-            if f"{prefix}{name}.{key}" in weights:
-                weights[f"{prefix}{name}.{key}"] = weights[f"{prefix}{name}.{key}"].index_select(0, keep)
+            if f"{_MODEL}{name}.{key}" in weights:
+                weights[f"{_MODEL}{name}.{key}"] = weights[f"{_MODEL}{name}.{key}"].index_select(0, keep)
     for name in group.readers:
-        weights[f"{prefix}{name}.weight"] = weights[f"{prefix}{name}.weight"].index_select(1, keep)
+        weights[f"{_MODEL}{name}.weight"] = weights[f"{_MODEL}{name}.weight"].index_select(1, keep)
 
 
-def prune_channels(
-    weights: dict[str, Tensor], groups: Sequence[ChannelGroup], counts: Sequence[int], prefix: str = ""
-) -> str:
+def prune_channels(weights: dict[str, Tensor], groups: Sequence[ChannelGroup], counts: Sequence[int]) -> str:
     """Removes the channels with the smallest scores from the weights, in place; returns a description.
 
     Args:
-        weights: Full weights by name.
+        weights: Full weights of the task by name.
         groups: Groups of channels of the model.
         counts: Number of channels to keep of each group.
-        prefix: Prefix of the model's names in ``weights``.
 
     Raises:
         DloError: If no channel is removed.
@@ -523,7 +513,7 @@ def prune_channels(
             f"prune: --channels must remove at least one of {before} channels, got {after} in the smaller model, which"
             " rounds its numbers; set a larger part"
         )
-    scores = [channel_scores(group, weights, prefix) for group in groups]  # Of the weights before any is removed.
+    scores = [channel_scores(group, weights) for group in groups]  # Of the weights before any is removed.
     for group, score, count in zip(groups, scores, counts, strict=True):
-        remove_channels(weights, group, kept_units(score, count), prefix)
+        remove_channels(weights, group, kept_units(score, count))
     return f"channels: {before} -> {after} in {len(groups)} groups of {len({g.block for g in groups})} blocks"

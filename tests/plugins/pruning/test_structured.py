@@ -63,7 +63,7 @@ def silenced(task: Any, kind: str, amount: float) -> torch.Tensor:
     """Returns the outputs of the larger model whose removed units nothing reads."""
     plan, state = task.parallel_plan(), dict(task.state_dict())
     for group in find_units(task.model, plan, kind):
-        scores = unit_scores(group, task.model, state, "model.")
+        scores = unit_scores(group, task.model, state)
         keep = kept_units(scores, group.count - round(amount * group.count))
         gone = torch.tensor([unit for unit in range(group.count) if unit not in keep.tolist()])
         with torch.no_grad():
@@ -158,11 +158,11 @@ def test_the_score_of_a_head_counts_what_writes_and_what_reads_it():
     assert (group.count, group.width, group.ratio) == (4, 12, 1)
     with torch.no_grad():
         task.model.blocks[0].attn.proj.weight[:, 24:36] = 0
-    scores = unit_scores(group, task.model, dict(task.state_dict()), "model.")
+    scores = unit_scores(group, task.model, dict(task.state_dict()))
     assert int(scores.argmin()) == 2
     assert float(scores[2]) == 0
     weights = dict(task.state_dict())
-    remove_units(weights, group, task.model, kept_units(scores, 3), "model.")
+    remove_units(weights, group, task.model, kept_units(scores, 3))
     kept = torch.cat([torch.arange(24), torch.arange(36, 48)])
     whole = task.model.blocks[0].attn.qkv.weight.view(3, 48, 48)
     assert torch.equal(weights["model.blocks.0.attn.qkv.weight"], whole[:, kept].reshape(108, 48))
@@ -219,7 +219,7 @@ def smaller_task(task: Any, amount: float) -> tuple[Any, dict[str, torch.Tensor]
     sizes, _ = prune_weights(weights, task, {"channels": amount})
     smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
     smaller.configure_model()
-    line = prune_channels(weights, groups, [group.count for group in smaller.channel_groups()], "model.")
+    line = prune_channels(weights, groups, [group.count for group in smaller.channel_groups()])
     _check_weights(weights, smaller)
     smaller.double().load_state_dict(weights)
     return smaller, weights, line
@@ -229,7 +229,7 @@ def silence(task: Any, smaller: Any) -> None:
     """Zeroes the weights that read the removed channels."""
     state = {name: value.clone() for name, value in task.state_dict().items()}
     for group, left in zip(task.channel_groups(), smaller.channel_groups(), strict=True):
-        keep = kept_units(channel_scores(group, state, "model."), left.count)
+        keep = kept_units(channel_scores(group, state), left.count)
         gone = torch.tensor([channel for channel in range(group.count) if channel not in keep.tolist()]).long()
         with torch.no_grad():
             for name in group.readers:
@@ -280,7 +280,7 @@ def test_the_score_is_of_the_norms_scale_and_of_the_readers() -> None:
         block.conv1.weight[5] *= 1e3  # The norm undoes it.
         block.bn1.weight[5] = 1e-4
         block.conv2.weight[:, 9] = 0
-    scores = channel_scores(group, task.state_dict(), "model.")
+    scores = channel_scores(group, task.state_dict())
     assert scores.argsort()[:2].tolist() == [9, 5]
 
 
