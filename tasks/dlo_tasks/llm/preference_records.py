@@ -104,8 +104,8 @@ def read_preferences(
                 yield from found.take_apart() if unpaired else (found,)
                 continue
             _check_label(named["label"], f"{path}:{row}", unpaired)
-            judged = (read["completion"], None) if named["label"] else (None, read["completion"])
-            yield Preference(kind, prompt, *judged, tools, number, row)
+            chosen, rejected = (read["completion"], None) if named["label"] else (None, read["completion"])
+            yield Preference(kind, prompt, chosen, rejected, tools, number, row)
 
 
 def _refuse(named: dict[str, Any], values: dict[str, Any], where: str, unpaired: bool) -> NoReturn:

@@ -216,6 +216,7 @@ class _ModuleLosses(torch.autograd.Function):
             with torch.set_grad_enabled(needs):
                 logits = head.logits(h) if head.shard is None else head.own_logits(h)
             losses, slope, ignored = compute(start, logits.detach().clone(), needs)
+            assert ignored is not None, "a distillation always says which tokens have no target"
             total += losses.masked_fill_(ignored, 0).sum()
             if slope is None:
                 continue
