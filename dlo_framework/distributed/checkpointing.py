@@ -66,13 +66,7 @@ EXTRA_STATE = "_extra_state"
 
 
 class ShardOwner:
-    """Record on a module of the strategy that has sharded its parameters; copies of the module do not have it.
-
-    Args:
-        strategy: Strategy that has sharded the module.
-        world_size: Number of ranks that the parameters are divided among; 1 where each rank has full parameters.
-        undo: Function that makes the parameters full tensors again, called on all ranks; None where there is none.
-    """
+    """Record on a module of the strategy that has sharded its parameters; copies of the module do not have it."""
 
     def __init__(self, strategy: Strategy, world_size: int, undo: Callable[[], None] | None) -> None:
         self.strategy, self.name = weakref.ref(strategy), type(strategy).__name__
@@ -112,9 +106,12 @@ class CanonicalStrategy(Strategy, StrategyContract):
     _initial_random: dict[str, Any] | None = None
     _step_seed: int | None = None
     _has_loaded_state = False
+    _owned: weakref.ref[nn.Module] | None = None
 
     def connect(self, model: LightningModule) -> None:
-        """Connects a module; a module that another strategy's run has sharded gets its full parameters back first.
+        """Connects a module; one that another strategy's run has sharded gets its full parameters back first.
+
+        So does the module that this strategy has sharded, if it is another: the engine is of one module.
 
         Raises:
             DloError: if the full parameters cannot be restored.
@@ -123,7 +120,25 @@ class CanonicalStrategy(Strategy, StrategyContract):
         if owner is not None and owner.strategy() is not self:
             self._restore_full_parameters(owner, model)
             del model.__dict__[OWNER]
+        earlier = self._owned() if self._owned is not None else None
+        own = earlier.__dict__.get(OWNER) if earlier is not None and earlier is not model else None
+        if own is not None and own.strategy() is self and own.undo is not None:
+            own.undo()
+            del earlier.__dict__[OWNER]
+            self.forget_module()
+            self._reset_optimizers_and_schedulers()
         super().connect(model)
+
+    def own(self, module: nn.Module, world_size: int, undo: Callable[[], None] | None) -> None:
+        """Notes on a module that this strategy has sharded its parameters.
+
+        Args:
+            module: Module of the run.
+            world_size: Number of ranks that the parameters are divided among; 1 where each rank has full parameters.
+            undo: Function that makes the parameters full tensors again, called on all ranks; None where there is none.
+        """
+        module.__dict__[OWNER] = ShardOwner(self, world_size, undo)
+        self._owned = weakref.ref(module)
 
     def setup(self, trainer: Trainer) -> None:
         """Prepares the module on its device; some of its buffers keep their dtypes."""

@@ -73,6 +73,7 @@ MAKE: dict[str, Any] = {
     "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
     "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
     "fsdp": FSDPStrategy,
+    "mesh": partial(MeshStrategy, dp_replicate=2),
 }
 AVERAGES = (partial(StochasticWeightAveraging, swa_lrs=0.01), EMAWeightAveraging)
 PAIRS = ["zero3 zero3", "zero1 ddp", "zero2 zero3", "zero3 ddp", "zero3 fsdp", "ddp zero3", "deepspeed_1 ddp"]
@@ -126,6 +127,8 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
         saved = load(folder / f"{name}.ckpt")["state_dict"]
         torch.testing.assert_close({key: saved[key] for key in saved}, dict(Module().state_dict()), rtol=0, atol=0)
     for name in MAKE:
+        found[f"{name} evaluates"] = _evaluate(rank, world, name, folder / f"{name}-fitted.ckpt")
+    for name in MAKE:
         refused = pytest.raises(DloError, match=r"must come from self\.manual_backward")
         with contextlib.nullcontext() if name == "ddp" else refused:
             trainer(world, MAKE[name]()).fit(ByHand(), mine(rank, world))
@@ -139,6 +142,19 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
         trainer(world, MAKE[name]()).fit(module, mine(rank, world))
         found[key] = module.losses
     return found
+
+
+def _evaluate(rank: int, world: int, name: str, path: Path) -> list[float]:
+    """Losses by the Trainer of a fit: of its module, of another one, of that with the fit's weights, and back."""
+    module, other = Module(), Module()
+    run = trainer(world, MAKE[name](), limit_val_batches=1)
+    run.fit(module, mine(rank, world))
+    run.save_checkpoint(path)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    turns = ((module, None), (other, None), (other, path), (module, None))
+    return [run.validate(of, mine(rank, world), ckpt_path=at, verbose=False)[0]["val"] for of, at in turns]
 
 
 def _both(rank: int, world: int, folder: Path, pairs: list[str]) -> Any:
@@ -157,4 +173,9 @@ def test_a_module_goes_from_run_to_run_as_under_ddp(tmp_path: Path, pairs: list[
         assert around["read"] == (torch.Size([6, 6]), True)
         assert not weights or around["names"] == set(weights)
         assert around["copies"] == (None, None)
+        losses = around["ddp evaluates"]
+        assert losses == pytest.approx([losses[0], losses[1], losses[0], losses[0]])
+        assert abs(losses[0] - losses[1]) > 0.1
+        for name in MAKE:
+            assert around[f"{name} evaluates"] == pytest.approx(losses, rel=1e-4), name
         assert around["twice"] == pytest.approx(around["twice under ddp"], rel=1e-5)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.costs import is_compiled
-from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
+from dlo_framework.distributed.checkpointing import BUCKETS
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.distributed.strategy import ShardedStrategy
@@ -238,7 +238,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         if not fitting:
             if self.engine is None and self.stage == 3:
                 self.engine = DeepSpeedEngine(module, None, self.config, self.root_device)
-                module.__dict__[OWNER] = self._owner(self.engine)
+                self._own_module()
             if self.engine is not None and self.stage == 3:
                 self.model = self.engine.deepspeed
             return
@@ -267,7 +267,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         self.engine = DeepSpeedEngine(module, optimizer, config, self.root_device, buckets)
         if self.steps_on_host:
             prefer_fused(optimizer, on_cpu=True)
-        module.__dict__[OWNER] = self._owner(self.engine)
+        self._own_module()
         environment.limit_groups(self.engine.deepspeed, self._timeout)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.engine.optimizer]
@@ -323,8 +323,8 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
             self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
         return own
 
-    def _owner(self, engine: DeepSpeedEngine) -> ShardOwner:
-        return ShardOwner(self, self.world_size if self.stage == 3 else 1, engine.destroy)
+    def _own_module(self) -> None:
+        self.own(self._module(), self.world_size if self.stage == 3 else 1, self._running.destroy)
 
     def place_frozen(
         self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False

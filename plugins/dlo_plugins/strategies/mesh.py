@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from dlo_framework.applier import Applier
-from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
+from dlo_framework.distributed.checkpointing import ShardOwner
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
@@ -345,7 +345,7 @@ class MeshStrategy(ShardedStrategy):
             self.setup_optimizers(trainer)
             self.engine.begin_fit(self.optimizers, self._rounding)
         is_plain = not (state.sharded.is_sharded or options.cuts_model)
-        module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
+        self.own(module, self.world_size, self.engine.stop_recording if is_plain else None)
 
     def _restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Keeps a module that another mesh strategy has sharded; :meth:`shard` checks that its options are the same."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
+from dlo_framework.distributed.checkpointing import BUCKETS
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
@@ -245,7 +245,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
             rounding=self._rounding,
         )
         engine = ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
-        module.__dict__[OWNER] = ShardOwner(self, communicator.size if engine.holds_shards else 1, engine.dissolve)
+        self.own(module, communicator.size if engine.holds_shards else 1, engine.dissolve)
         return engine
 
     def place_frozen(
