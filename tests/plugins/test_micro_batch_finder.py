@@ -430,7 +430,7 @@ def test_the_budget_counts_what_is_kept_for_the_backward_pass():
     keeps(None).backward()
     with pytest.raises(torch.OutOfMemoryError, match="memory_limit_bytes"):
         keeps(needed - 1)
-    keeps(needed).backward()  # It begins anew each time.
+    keeps(needed).backward()  # The count of bytes starts at 0 again.
 
 
 Pair = namedtuple("Pair", ["x", "y"])
