@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dlo_framework.ability import HasAbilities
 from dlo_framework.local_memory import state_bytes
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.norms import collect_gradients, total_norm
@@ -29,7 +30,7 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 
 
-class StrategyContract:
+class StrategyContract(HasAbilities):
     """Questions that callbacks, tasks, checkpoints and commands ask of a strategy.
 
     The defaults are those of a strategy that leaves each rank a full copy of parameters, gradients and optimizer state
@@ -370,6 +371,11 @@ class ForeignStrategy(StrategyContract):
         found = self._strategy()
         assert found is not None, "the Trainer that has the strategy is gone"
         return found
+
+    @property
+    def ability_owner(self) -> str:
+        """Name of the wrapped strategy."""
+        return type(self.strategy).__name__
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of the full gradients; under torch's FSDP 1 from a clipping without a limit."""

@@ -6,7 +6,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
+from dlo_framework.ability import Ability, HasAbilities
 from dlo_framework.distributed.strategy import SingleProcessStrategy
+from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of, data_share
 
 
@@ -57,3 +59,34 @@ def test_a_foreign_strategy_is_wrapped_once_and_let_go_with_it() -> None:
     del strategy
     with pytest.raises(AssertionError, match="is gone"):
         contract.local_tensors()
+
+
+class Copies(Ability):
+    feature = "averaging"
+    missing = "it has 1 copy; use ddp"
+
+    def __init__(self, count: int = 2) -> None:
+        self.count = count
+
+
+class Owner(HasAbilities):
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def abilities(self) -> dict[type[Ability], Ability | str]:
+        return {Copies: Copies(self.ranks) if self.ranks > 1 else "it has 1 rank; set devices: 2"}
+
+
+class IsCopies(HasAbilities, Copies):
+    pass
+
+
+def test_an_ability_is_declared_or_refused_with_its_reason() -> None:
+    assert Owner(3).ability(Copies).count == 3
+    assert IsCopies().ability(Copies).count == 2
+    with pytest.raises(DloError, match="averaging does not support Owner: it has 1 rank; set devices: 2"):
+        Owner(1).ability(Copies)
+    strategy = DDPStrategy()
+    with pytest.raises(DloError, match="DiLoCo does not support DDPStrategy: it has 1 copy; use ddp"):
+        contract_of(strategy).ability(Copies, "DiLoCo")
+    assert contract_of(strategy).find_ability(Copies) is None
