@@ -126,3 +126,15 @@ def test_what_tokens_do_not_reach_is_frozen() -> None:
 def test_a_norm_that_spans_no_projection_has_no_rule_of_its_own(kind: str) -> None:
     model = CausalLM(config=tiny(kind)).on_meta().model
     assert all("indexer" not in name for name in plan_for(model).tensor)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluation_writes_no_weights() -> None:
+    """RWKV's code divides those of every few blocks, which a checkpoint after a validation would then have."""
+    task = CausalLM(config={**tiny("rwkv", dropout=False), "rescale_every": 1})
+    task.configure_model()
+    before, batch = copy.deepcopy(task.state_dict()), Padded().batches[0]
+    losses = [task.train(training).training_step(batch, 0)["loss"].detach() for training in (True, False)]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(task.state_dict(), before, rtol=0, atol=0)
+    assert task.model.config.rescale_every == 1  # of the exported model

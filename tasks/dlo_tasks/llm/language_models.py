@@ -260,6 +260,11 @@ def build_model(
         raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
     if dtype == torch.float64 and found.config._attn_implementation == "eager":
         _bound_eager_masks(found)
+    if getattr(config, "rescale_every", 0) > 0:
+        # RWKV divides its weights in evaluation, for the range of float16, and checkpoints would have them so.
+        base = find_base_model(found)
+        base.config = copy.copy(base.config)
+        base.config.rescale_every = 0
     return found
 
 
