@@ -168,7 +168,7 @@ class FrozenModel:
         assert task is not None
         device = strategy.root_device
         own_random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with own_random, strategy.tensor_init_context(), _default_dtype(self.dtype):
+        with own_random, strategy.tensor_init_context(), default_dtype(self.dtype):
             task.configure_model()
         if self.dtype is None:
             task = strategy.precision_plugin.convert_module(task)
@@ -382,7 +382,7 @@ def check_weights(saved: LazyStateDict, twin: Task, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Makes new tensors of a dtype inside the block; None changes nothing."""
     before = torch.get_default_dtype()
     if dtype is not None:

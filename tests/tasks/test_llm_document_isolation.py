@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import default_dtype
 from dlo_plugins.callbacks.block_schedule import ModelBlocks, handle_calls
 from dlo_plugins.callbacks.token_drop import TokenDrop
 from dlo_tasks.llm import families
@@ -28,20 +29,18 @@ PADDED = {
     "xlnet": "a mask of its own, with the positions first",
 }
 #: One of each kind: a state space, linear attention beside sinks, a bias of positions, a table of positions, a mask
-#: where true hides, which takes rows, a model whose positions suffice.
-KINDS = ("mamba", "qwen3_next", "gpt_oss", "bloom", "bart", "mpt", "llama")
+#: where true hides, which takes rows, blocks with tied weights, a frozen table of sines, constants of the default
+#: dtype, a model whose positions suffice.
+KINDS = ("mamba", "qwen3_next", "gpt_oss", "bloom", "bart", "mpt", "zamba2", "roformer", "inkling2_text", "llama")
 #: Code that computes scans, softmax or norms in single precision inside.
 SINGLE = 1e-6
 
 
 def double_task(kind: str, **options: Any) -> CausalLM:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        task = CausalLM(config=tiny(kind, dropout=False), **options)
+    task = CausalLM(config=tiny(kind, dropout=False), **options)
+    with default_dtype(torch.float64):
         task.configure_model()
-    finally:
-        torch.set_default_dtype(torch.float32)
     return task
 
 
@@ -77,6 +76,7 @@ def gradients(task: CausalLM, batches: list[dict[str, Tensor]]) -> dict[str, Ten
     return {name: param.grad.clone() for name, param in task.named_parameters() if param.grad is not None}
 
 
+@default_dtype(torch.float64)  # Also of the constants that models compute.
 def check_isolated(kind: str) -> None:
     """Checks logits, gradients and that a document changes no other, against each document by itself."""
     task = double_task(kind).train()

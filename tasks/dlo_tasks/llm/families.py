@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
+from dlo_framework.frozen_model import default_dtype
 from dlo_tasks.llm import document_isolation, language_models, packed_attention, sparse_attention
 from dlo_tasks.llm.batches import count_documents, single_documents
 from dlo_tasks.llm.document_isolation import FORWARD_FAILURES, DocumentSpans, Isolation, near
@@ -132,6 +133,7 @@ def enable_packed_attention(model: PreTrainedModel, device: torch.device) -> Non
 
 
 @torch.no_grad()
+@default_dtype(torch.float32)
 def matches_dense_mask(model: PreTrainedModel) -> bool:
     """Returns whether packed attention and a dense mask give equal outputs, for two rows on a twin."""
     packed_attention.register_attention()
@@ -183,7 +185,8 @@ def probe_traits(model: PreTrainedModel) -> Traits:
     was_training = tried.training
     tried.eval()
     try:
-        with torch.device(tried.device):  # The caller may be under the meta device; test on the weights' device.
+        # The caller may be under the meta device, and dtypes of computed constants are those of the weights.
+        with torch.device(tried.device), default_dtype(None if tried is model else torch.float32):
             _check_causal(tried)
             found = Traits(
                 isolates_documents=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
@@ -258,6 +261,7 @@ def _keeps_apart(model: PreTrainedModel, by_lengths: bool = False) -> bool:
     return near(packed[:, 2:], language_models.hidden_states(model, input_ids=rows[:, 2:]))
 
 
+@default_dtype(torch.float32)
 def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
     """Returns the traits of a model that ignores restarting positions, with the changes that keep documents apart."""
     try:
@@ -266,12 +270,13 @@ def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
         rows = torch.tensor([tokens, tokens[::-1]], device="cpu")
         positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]], device="cpu")
         parts = [[rows[0, :2], rows[0, 2:]], [rows[1, :3], rows[1, 3:]]]
-        alone = [
-            torch.cat([language_models.hidden_states(twin, input_ids=part[None])[0] for part in row]) for row in parts
-        ]
         run = functools.partial(language_models.hidden_states, input_ids=rows)
+        find_blocks = lambda model: language_models.find_blocks(model)[1]
         with torch.device("cpu"):
-            find_blocks = lambda model: language_models.find_blocks(model)[1]
+            alone = [
+                torch.cat([language_models.hidden_states(twin, input_ids=part[None])[0] for part in row])
+                for row in parts
+            ]
             found = document_isolation.find_isolation(twin, positions, run, torch.stack(alone), find_blocks)
     except FORWARD_FAILURES:  # such as buffers that a family makes from values that the meta device does not have
         return traits
@@ -302,6 +307,7 @@ def _uncapped_attention(*args: Any, softcap: float | None = None, **options: Any
 # --- the twin --------------------------------------------------------------------------------------------------
 
 
+@default_dtype(torch.float32)
 def _twin(model: PreTrainedModel, window: int | None = None, attention: str | None = None) -> Any:
     """Returns a small copy of a model for tests: on the CPU, in single precision, with one block of each type.
 
@@ -321,13 +327,17 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
     del blocks[_kinds_end(blocks, getattr(config, "layer_types", None)) :]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         for module in twin.modules():
-            if next(module.buffers(recurse=False), None) is not None:
-                module.to_empty(device="cpu", recurse=False)
-        _fill_buffers(twin, twin)
+            for name, fixed in _fixed_tensors(module):
+                empty = torch.empty_like(fixed, device="cpu")
+                setattr(module, name, nn.Parameter(empty, False) if isinstance(fixed, nn.Parameter) else empty)
+        _fill_fixed(twin, twin)
+        weights: dict[int, nn.Parameter] = {}  # Tied ones stay tied.
         for module in twin.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(_thin(parameter.shape), requires_grad=False))
-    twin.tie_weights()
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.requires_grad:
+                    weights.setdefault(id(parameter), nn.Parameter(_thin(parameter.shape)))
+                    setattr(module, name, weights[id(parameter)])
+    twin.requires_grad_(False)
     if getattr(twin.config, "_experts_implementation", None):
         twin.set_experts_implementation("eager")  # Others need contiguous weights.
     return twin
@@ -342,15 +352,21 @@ def _build_like(model: PreTrainedModel, config: Any, attention: str) -> Any:
     return type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
 
 
-def _fill_buffers(model: Any, owner: Any) -> None:
-    """Initialises the modules with buffers, each by the innermost model of transformers around it."""
+def _fixed_tensors(module: nn.Module, recurse: bool = False) -> list[tuple[str, Tensor]]:
+    """Returns the names and tensors of what a model computes and does not train: buffers, and tables of sines."""
+    frozen = [(name, p) for name, p in module.named_parameters(recurse=recurse) if not p.requires_grad]
+    return [*module.named_buffers(recurse=recurse), *frozen]
+
+
+def _fill_fixed(model: Any, owner: Any) -> None:
+    """Initialises the modules with fixed tensors, each by the innermost model of transformers around it."""
     from transformers import PreTrainedModel
 
-    has_buffers = any(True for _ in model.buffers())
     for child in model.children():
-        _fill_buffers(child, child if isinstance(child, PreTrainedModel) else owner)
-    if has_buffers and (isinstance(model, PreTrainedModel) or next(model.buffers(recurse=False), None) is not None):
-        owner._init_weights(model)  # A model fills the buffers of its blocks, such as FalconH1's multipliers.
+        _fill_fixed(child, child if isinstance(child, PreTrainedModel) else owner)
+    # A model fills the buffers of its blocks, such as FalconH1's multipliers.
+    if _fixed_tensors(model, recurse=isinstance(model, PreTrainedModel)):
+        owner._init_weights(model)
 
 
 def _kinds_end(blocks: nn.ModuleList, layer_types: list[str] | None) -> int:
