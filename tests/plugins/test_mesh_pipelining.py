@@ -8,7 +8,7 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.pipelined_task import PipelineOptions, forward_costs
+from dlo_plugins.mesh.pipelined_task import PipelineOptions, check_task, forward_costs
 from dlo_plugins.pipeline.model_stages import balance_stages, parameter_costs
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -98,3 +98,11 @@ def test_parameters_outside_of_the_model_are_refused() -> None:
         PipelineOptions().check(twin, twin.parallel_plan(), spec, None)
     twin.temperature.requires_grad = False
     PipelineOptions().check(twin, twin.parallel_plan(), spec, None)
+
+
+@pytest.mark.parametrize("own", ["training_step", "backward"])
+def test_a_task_with_a_step_of_its_own_is_refused(own: str) -> None:
+    """A schedule runs forward and backward, and would leave the task's out."""
+    task = type("Own", (CausalLM,), {own: lambda self, *args: None})(config=LLAMA)
+    with pytest.raises(DloError, match=rf"by inputs\(\) and loss\(\), got a {own} of Own"):
+        check_task(task)

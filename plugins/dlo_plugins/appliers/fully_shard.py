@@ -41,7 +41,7 @@ class FullyShard(Applier):
         offload: Whether shards and optimizer state are in CPU memory, and the CPU steps.
         recompute: Whether units keep only their inputs for backward, and recompute the rest.
         forward_prefetch: Number of units that are gathered ahead in forward; 0 for FSDP's default, which overlaps one
-            on an accelerator.
+            on an accelerator. A pipeline gathers at least one ahead.
         backward_prefetch: Number of units that are gathered ahead in backward; by default FSDP's own, one.
         find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them.
         sync_every_micro_batch: Whether gradients are reduce-scattered after each micro-batch of an accumulation. By
@@ -109,7 +109,8 @@ class FullyShard(Applier):
             reshard_after_forward=reshard,
             offload=self.offload,
             recompute=self.recompute,
-            forward_prefetch=self.prefetch[0],
+            # A schedule calls units without the step's root, so that FSDP would gather each after the one before.
+            forward_prefetch=self.prefetch[0] or int(spec.pp > 1),
             backward_prefetch=self.prefetch[1],
             whole_steps=whole_steps,
         )

@@ -43,6 +43,7 @@ from dlo_plugins.fsdp.torch_fsdp import (
     complete_gradients,
     drop_step_state,
     own_groups,
+    reduce_accumulated,
     resume_forward,
     state_of,
 )
@@ -389,6 +390,17 @@ class ShardedModule:
             return found
 
         return self.call(run, *args)
+
+    def gather_roots(self) -> None:
+        """Gathers the parameters outside units, for code that calls the units without a step's root."""
+        for root in self._sharded_roots():
+            begin_root(root)
+            root.unshard()
+
+    def reduce_accumulated(self) -> None:
+        """Ends backwards that have accumulated gradients: reduces and frees, as far as these are set."""
+        for root in self._sharded_roots():
+            reduce_accumulated(root)
 
     def set_keep_gathered(self, enabled: bool) -> None:
         """Sets whether the next backward passes leave parameters gathered, for others of the same step."""

@@ -83,6 +83,18 @@ def resume_forward(root: FSDPModule) -> None:
         group._training_state = type(group._training_state).FORWARD
 
 
+def reduce_accumulated(root: FSDPModule) -> None:
+    """Reduces the gradients that backwards have accumulated unreduced, as FSDP2 does at the end of a backward.
+
+    A reach into torch 2.11 to 2.15, which ``torch.distributed.pipelining`` makes too: a schedule has no last backward,
+    and the gradients of a zero-bubble schedule come after all of them.
+
+    Args:
+        root: Outermost module that ``fully_shard`` was called with.
+    """
+    state_of(root)._root_post_backward_final_callback()
+
+
 def own_groups(unit: Any) -> list[Any]:
     """Returns FSDP2's parameter groups of a unit's ``FSDPState``; in torch 2.11 there is at most one."""
     groups = unit._fsdp_param_groups if hasattr(unit, "_fsdp_param_groups") else [unit._fsdp_param_group]

@@ -3,7 +3,8 @@
 One step, for each micro-batch of an accumulation:
 
 1. :meth:`MeshEngine.train` runs the task's training step with parameters gathered. Under a pipeline the schedule runs
-   forward and backward of all micro-batches there, because Lightning copies the loss before ``backward``.
+   forward and backward of all micro-batches there, outside of any forward of FSDP; Lightning's ``backward`` then only
+   reduces the gradients, since it comes after ``zero_grad``.
 2. :meth:`MeshEngine.before_backward` opens the accumulation window, if none is open, and drops the last gradients.
 3. :meth:`MeshEngine.reduce_gradients` sums partial and tied gradients at the window's end, before the user's
    ``on_after_backward``.
@@ -179,14 +180,11 @@ class MeshEngine:
         self._open_window()
         self.sharded.set_sync(False)
         self.sharded.set_keep_gathered(True)
-        # Bound, because a gathering in half precision casts the arguments of the call.
-        train = functools.partial(
-            self.pipelined.train, seed=loss_scale(), accumulates=accumulates, ends_window=self.ends_window
-        )
+        self.sharded.gather_roots()
         with self.full_values("training step"):
-            found = self.sharded.call_with_backwards(train, batch)
+            loss = self.pipelined.train(batch, loss_scale(), accumulates, self.ends_window)
         self._fit.usage.record_accumulated()
-        return found
+        return loss
 
     def evaluate(self, step: str, batch: Any, *args: Any) -> Any:
         """Runs ``validation_step`` or ``test_step`` with parameters gathered."""

@@ -213,11 +213,15 @@ class RankView:
         else:
             sharded.set_sync(False)
             sharded.set_keep_gathered(True)
-            loss = sharded.call_with_backwards(self.pipelined.train, batch, torch.ones(()))["loss"]
+            sharded.gather_roots()
+            self.pipelined.train(batch, torch.ones(()))
             self._usage.record_accumulated()
         sharded.set_keep_gathered(False)
         sharded.set_sync(True)
-        loss.backward()
+        if self.pipelined is None:
+            loss.backward()
+        else:
+            sharded.reduce_accumulated()
         self.without_gradient = self._usage.absent()
         sharded.average_gradients()
         sharded.reduce_partial()

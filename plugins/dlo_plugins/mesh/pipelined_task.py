@@ -233,8 +233,7 @@ class PipelinedTask:
     def train(self, batch: Any, seed: Tensor, accumulates: bool = False, ends_window: bool = True) -> dict[str, Tensor]:
         """Runs forward and backward of a batch; returns `{"loss": loss}`, the same on all ranks.
 
-        Gradients are computed when it returns. The loss has a graph of one addition, so that a later backward on it
-        works and does nothing.
+        Gradients are computed when it returns, and the loss has no graph.
 
         Args:
             batch: Batch on the device.
@@ -256,8 +255,7 @@ class PipelinedTask:
             accumulates=accumulates,
             ends_window=ends_window,
         )
-        anchor = torch.zeros((), device=total.device, requires_grad=True)
-        return {"loss": total.to(wide_dtype()) + anchor}
+        return {"loss": total.to(wide_dtype())}
 
     def outputs(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
@@ -475,13 +473,14 @@ def check_task(task: Task) -> None:
     """Checks that a task trains by its inputs() and loss(), and only its model, of which a pipeline's stages consist.
 
     Raises:
-        DloError: The task has its own training step, or trainable parameters outside of its model.
+        DloError: The task has its own training step or backward, or trainable parameters outside of its model.
     """
-    if type(task).training_step is not Task.training_step:
-        raise DloError(
-            f"a task under pp > 1 must train by inputs() and loss(), got a training_step of {type(task).__name__};"
-            " move its code there, or use pp: 1"
-        )
+    for name in ("training_step", "backward"):
+        if getattr(type(task), name) is not getattr(Task, name):
+            raise DloError(
+                f"a task under pp > 1 must train by inputs() and loss(), got a {name} of {type(task).__name__}; move"
+                " its code there, or use pp: 1"
+            )
     outside = [name for name, p in task.named_parameters() if p.requires_grad and not name.startswith("model.")]
     if outside:
         raise DloError(

@@ -429,7 +429,10 @@ class MeshStrategy(ShardedStrategy):
         with self._running.reset_on_error():
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(closure_loss, module)
-            precision.backward(loss, module, optimizer, *args, **kwargs)
+            if self.pipelined is None:
+                precision.backward(loss, module, optimizer, *args, **kwargs)
+            else:  # The schedule has run it.
+                self._running.sharded.reduce_accumulated()
             self._running.reduce_gradients()
             loss = precision.post_backward(loss, module)
             self.post_backward(loss)
