@@ -33,7 +33,7 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 from torchvision.transforms import v2
 
-from dlo_plugins.callbacks.batch_mix import (
+from dlo_plugins.images.batch_mix import (
     MODES,
     MixRecipe,
     draw_plan,

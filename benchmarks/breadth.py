@@ -44,19 +44,19 @@ from measuring.record import Record, Table
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
-from dlo_framework.model_sizes import accept_any_size, find_objection, size_multiple
+from dlo_framework.models.model_sizes import accept_any_size, find_objection, size_multiple
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.commands.deepspeed_translation import to_yaml
 from dlo_plugins.deepspeed.json_file import check_whole
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.inference.block_proof import run_on_threads
-from dlo_plugins.tensor.inference.inferred_rules import has_rules
-from dlo_plugins.tensor.installation import install_plan
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.deepspeed.translation import to_yaml
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.tensor.inference.block_proof import run_on_threads
+from dlo_plugins.parallel.tensor.inference.inferred_rules import has_rules
+from dlo_plugins.parallel.tensor.installation import install_plan
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import TYPES, tiny
 from support.image_models import IMAGE_MODELS, options
 from support.shared_sequences import compare

@@ -30,11 +30,11 @@ from torch.utils.data import TensorDataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.watch.monitor import StepClock
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
-from dlo_plugins.callbacks.time_to_target import TimeToTarget
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.profile.time_to_target import TimeToTarget
+from dlo_plugins.schedules.one_cycle import OneCycle
 
 SIDE, BATCH, CLASSES, WARM = 8, 8, 10, 50
 BAR = 0.01  # of what all callbacks add, to a small ViT's step

@@ -31,7 +31,7 @@ from measuring.stopwatch import Stopwatch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile.callback import Compile
 
 WARM = 3  # steps before the clock starts
 COMPILE: dict[str, dict[str, str] | None] = {

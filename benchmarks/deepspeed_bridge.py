@@ -105,7 +105,7 @@ class Race(Callback):
 
 def measure(rank: int, world_size: int, options: argparse.Namespace, stage: int) -> dict[str, Any]:
     """Returns seconds of each round and the losses, by variant; runs on each rank."""
-    from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+    from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 
     silence_lightning()
     warnings.filterwarnings("ignore")

@@ -47,10 +47,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlo_framework.data import ResumableBatchSampler
-from dlo_tasks.llm.batches import IGNORE_INDEX, PackedSamples, lay_out_samples
-from dlo_tasks.llm.packing import cut_documents, pack_best_fit
-from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
-from dlo_tasks.llm.token_cache import Document, TokenStore, write_store
+from dlo_tasks.language.batches import IGNORE_INDEX, PackedSamples, lay_out_samples
+from dlo_tasks.language.packing import cut_documents, pack_best_fit
+from dlo_tasks.language.step_tokens import AccumulationPlan, TextBatchSampler
+from dlo_tasks.language.token_cache import Document, TokenStore, write_store
 
 WINDOW, ROWS, VOCABULARY = 512, 4, 4096
 MEDIAN, SIGMA = 110, 0.8

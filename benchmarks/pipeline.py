@@ -29,11 +29,11 @@ from torch import nn
 
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.pipeline_timeline import simulate_ideal
-from dlo_plugins.pipeline.actions import ActionKind
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import make_schedule
-from dlo_plugins.pipeline.simulation import MeasuredCosts, theoretical_bubble
+from dlo_plugins.parallel.pipeline.actions import ActionKind
+from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.parallel.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts, theoretical_bubble
+from dlo_plugins.parallel.pipeline.timeline import simulate_ideal
 
 SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {
     name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV")

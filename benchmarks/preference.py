@@ -201,7 +201,7 @@ def our_batch(objective: str) -> tuple[dict[str, Tensor], dict[str, Tensor] | No
 
 def by_dlo(objective: str, chunk: int | None = None) -> tuple[float, dict[str, Tensor]]:
     """Returns PreferenceLM's loss and the gradients of all parameters."""
-    from dlo_tasks.llm.preference_lm import PreferenceLM
+    from dlo_tasks.language.preference_lm import PreferenceLM
 
     task, reference = (
         PreferenceLM(objective, config={"model_type": "llama", **SIZES}, **CASES[objective]) for _ in "ab"

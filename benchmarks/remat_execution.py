@@ -28,12 +28,12 @@ from measuring.uniform_recomputation import selective_schedules, uniform_schedul
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.allocation_log import AllocationLog
-from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.rotor import keep_fastest, solve
-from dlo_plugins.remat.schedule import Chain, Link, Mode, Schedule, Stage
-from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks, SimulatedLink
+from dlo_plugins.memory.allocation_log import AllocationLog
+from dlo_plugins.memory.block_survey import BlockSurvey
+from dlo_plugins.memory.offload import solve_offload
+from dlo_plugins.memory.rotor import keep_fastest, solve
+from dlo_plugins.memory.schedule import Chain, Link, Mode, Schedule, Stage
+from dlo_plugins.memory.scheduled_blocks import ScheduledBlocks, SimulatedLink
 from dlo_tasks.imagenet.classifier import ImageClassifier
 
 MODELS = {

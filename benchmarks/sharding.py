@@ -36,7 +36,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.local_memory import memory_of, optimizer_bytes
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
 WARM_UP = 2

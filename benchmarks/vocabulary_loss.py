@@ -5,7 +5,7 @@ Forward and backward from hidden states [tokens, width] and a head's weight [voc
 * ``plain``: logits of all tokens, then ``cross_entropy``; the unit. Three matrix products are its roofline.
 * ``plain again``: the same once more, the A/A control: how far its ratio is from 1 is the noise.
 * ``torch``: ``torch.nn.functional.linear_cross_entropy`` with ``LinearCrossEntropyOptions()`` (torch 2.15).
-* ``dlo``: :func:`dlo_tasks.llm.vocabulary_loss.summed_loss`; on a GPU also with its kernel ``compiled``.
+* ``dlo``: :func:`dlo_tasks.language.vocabulary_loss.summed_loss`; on a GPU also with its kernel ``compiled``.
 * ``products alone``: the three products of an exact loss and of its gradients, in `dlo`'s chunks and in its memory,
   with nothing between them. ``products alone, all tokens``: the same at once, in memory that is kept. No exact loss
   that computes them by torch's products is faster than the faster one.
@@ -35,8 +35,8 @@ from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor, nn
 
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
-from dlo_tasks.llm.vocabulary_loss import chunk_tokens, summed_loss
+from dlo_tasks.language.vocabulary_head import VocabularyHead
+from dlo_tasks.language.vocabulary_loss import chunk_tokens, summed_loss
 
 #: What is to be reached on a CPU: memory over plain's, and time over plain's.
 MEMORY_BAR, TIME_BAR = 1 / 7, 0.75

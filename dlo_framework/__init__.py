@@ -7,9 +7,11 @@ costs nothing.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dlo_framework._version import __version__
+from dlo_framework.moved import MovedModules
 
 if TYPE_CHECKING:
     from dlo_framework.applier import Applier as Applier
@@ -32,6 +34,7 @@ _HOMES = {
     "load_from_checkpoint": "dlo_framework.checkpoint.loading",
 }
 __all__ = ["__version__", *_HOMES]
+sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> Any:

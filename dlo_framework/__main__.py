@@ -2,7 +2,7 @@
 
 import sys
 
-from dlo_framework.process_setup import exits_on_interrupt
+from dlo_framework.run.process import exits_on_interrupt
 
 
 def main() -> int:

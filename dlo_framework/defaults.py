@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from dlo_framework import resume, runs
 from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.distributed.collectives import collectives_begun
 from dlo_framework.distributed.equal_batches import EqualBatches
@@ -24,6 +23,7 @@ from dlo_framework.errors import DloError, OrderlyEnd, first_line, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.progress import AccumulationTail
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
+from dlo_framework.run import resume, runs
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar

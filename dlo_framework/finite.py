@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
 from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
-from dlo_framework.resume import mid_accumulation
+from dlo_framework.run.resume import mid_accumulation
 from dlo_framework.strategy_contract import contract_of
 
 

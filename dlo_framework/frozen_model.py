@@ -16,7 +16,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
 from torch import Tensor
 
-from dlo_framework import runs
 from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate
@@ -26,6 +25,7 @@ from dlo_framework.errors import DloError, check_choice, check_number, did_you_m
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.registry import allowed_roots, check_class_path
+from dlo_framework.run import runs
 from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of, plain_name
 from dlo_framework.task import Task
 from dlo_framework.yaml_text import read_yaml

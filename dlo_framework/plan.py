@@ -84,7 +84,7 @@ class ParallelPlan:
         attention: Patterns of the attention modules, which context parallelism wraps and whose heads are counted.
         tied: Groups of parameter names that share one tensor, such as an embedding and the output projection.
         experts: Patterns of the mixtures of experts: the modules that hold a router and its experts. Modules that they
-            match without experts are the dense layers between. See :func:`dlo_framework.experts.find_mixtures`.
+            match without experts are the dense layers between. See :func:`dlo_framework.models.experts.find_mixtures`.
         head_widths: Mapping of patterns of attention modules to the number of features of a head, for modules without
             an attribute `head_dim` or `num_heads`.
         head_operands: Mapping of patterns of attention modules to arguments of their forward that have an entry for

@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from dlo_framework import runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
@@ -22,6 +21,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.lock import RunLock, check_free, check_only_starter, lock_run, release_all
 from dlo_framework.registry import Registry
+from dlo_framework.run import runs
 from dlo_framework.strategy_contract import contract_of
 
 

@@ -24,14 +24,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
 
-from dlo_framework import runs
 from dlo_framework.distributed.failure import exit_process
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.signals import GRACE, STOP_SIGNALS, GracePeriod, ProgressCounter, SignalListener
 from dlo_framework.distributed.stacks import print_stack
 from dlo_framework.errors import OrderlyEnd, check_number
-from dlo_framework.resume import mid_accumulation
+from dlo_framework.run import runs
+from dlo_framework.run.resume import mid_accumulation
 from dlo_framework.strategy_contract import contract_of
 
 #: Minutes after the last checkpoint when the state is saved.

@@ -25,7 +25,7 @@ from dlo_framework.checkpoint.loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
 from dlo_framework.errors import DloError
-from dlo_framework.experts.auxiliary_loss import follow_gradient
+from dlo_framework.models.experts.auxiliary_loss import follow_gradient
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]

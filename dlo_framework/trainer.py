@@ -20,14 +20,15 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dlo_framework import run_setup, runs
+from dlo_framework import run_setup
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
 from dlo_framework.distributed.signals import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, OrderlyEnd, check_number, did_you_mean
 from dlo_framework.lock import RunLock
-from dlo_framework.process_setup import disable_nvml_check, silence_warnings
 from dlo_framework.registry import Registry
+from dlo_framework.run import runs
+from dlo_framework.run.process import disable_nvml_check, silence_warnings
 from dlo_framework.stop import SAVE_MINUTES, RunStopped
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import StepClock

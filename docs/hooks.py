@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from markup import to_markdown
-from pictures.imports import PACKAGES, UPWARD
+from pictures.imports import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = "dlo_framework.plugins."
@@ -45,7 +45,6 @@ def expand(name: str, *arguments: str) -> str:
         "recipes": recipes,
         "scaffold": scaffold,
         "tags": tag_table,
-        "upward": upward_table,
     }
     return directives[name](*arguments)
 
@@ -139,12 +138,6 @@ def first_sentence(file: Path) -> str:
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     assert doc, f"{file} has no docstring"
     return " ".join(to_markdown(doc).partition("\n\n")[0].replace("|", "\\|").split())
-
-
-def upward_table() -> str:
-    """Returns the table of imports inside functions that go up, each with its reason."""
-    rows = [f"| `{source}` | `{target}` | {why} |" for (source, target), why in UPWARD.items()]
-    return "\n".join(["| module | imports | reason |", "|---|---|---|", *rows])
 
 
 # --- recipes -----------------------------------------------------------------------------------------------

@@ -106,12 +106,12 @@ settings.load_profile("dlo")
 
 #: Modules that a run imports late, at its first use, by the module that does so.
 LATE_IMPORTS = {
-    "dlo_tasks.llm.causal_lm": ["transformers.models.llama.modeling_llama"],  # Imports torchao.
+    "dlo_tasks.language.causal_lm": ["transformers.models.llama.modeling_llama"],  # Imports torchao.
     "dlo_tasks.imagenet.digits": ["sklearn.datasets"],
-    "dlo_plugins.strategies.deepspeed": ["deepspeed.runtime.engine", "deepspeed.runtime.zero.muon.muon_optimizer"],
-    "dlo_plugins.strategies.mesh": ["dlo_plugins.tensor.inference.inferred_rules"],
-    "dlo_plugins.appliers.compile_blocks": ["torch._inductor.compile_fx"],
-    "dlo_plugins.callbacks.compile": ["torch._inductor.compile_fx"],
+    "dlo_plugins.deepspeed.strategy": ["deepspeed.runtime.engine", "deepspeed.runtime.zero.muon.muon_optimizer"],
+    "dlo_plugins.parallel.mesh.strategy": ["dlo_plugins.parallel.tensor.inference.inferred_rules"],
+    "dlo_plugins.compile.compile_blocks": ["torch._inductor.compile_fx"],
+    "dlo_plugins.compile.callback": ["torch._inductor.compile_fx"],
 }
 
 

@@ -26,11 +26,11 @@ from dlo_framework.testing.compare import RTOL
 from dlo_framework.testing.parity import verdict
 from dlo_framework.testing.record import Record, merge_records
 from dlo_framework.testing.training import Setting, record_training, silence_lightning
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 
 STEPS, ROWS, LENGTH, VOCABULARY = 6, 8, 24, 96
 #: Trainings after which ranks are forked again, because each training leaves process groups and their threads.

@@ -26,20 +26,20 @@ from torch.utils.data import DataLoader
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing.training import silence_lightning
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.machine import Machine
-from dlo_plugins.planner.model_profile import ModelProfile
-from dlo_plugins.planner.plan_config import candidate_config
-from dlo_plugins.planner.plan_report import measure_optimizer, profile_formats, state_format
-from dlo_plugins.planner.plan_search import Candidate
-from dlo_plugins.planner.rank_memory import MemoryModel
-from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.plan.layout import Layout, StateFormat
+from dlo_plugins.plan.machine import Machine
+from dlo_plugins.plan.model_profile import ModelProfile
+from dlo_plugins.plan.plan_config import candidate_config
+from dlo_plugins.plan.plan_report import measure_optimizer, profile_formats, state_format
+from dlo_plugins.plan.plan_search import Candidate
+from dlo_plugins.plan.rank_memory import MemoryModel
+from dlo_plugins.plan.step_time import TimeModel
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 
 _TIMED_STEPS = 8
 LENGTH, VOCABULARY, PIXELS, CLASSES = 128, 2048, 64, 100

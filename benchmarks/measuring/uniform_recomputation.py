@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlo_plugins.remat.schedule import Chain, Keep, Node, Recompute, Schedule, predict
+from dlo_plugins.memory.schedule import Chain, Keep, Node, Recompute, Schedule, predict
 
 
 def uniform_schedules(chain: Chain) -> Iterator[Schedule]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile.callback import Compile
 from on_accelerator.subjects import BATCHES, CLASSES, Size, Subject, build_network, draw_weights_on, pinned
 from on_accelerator.throughput import rates_table
 from on_accelerator.training import LR, Trained, Work, by_dlo, by_hand

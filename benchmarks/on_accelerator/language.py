@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.compile import Compile
-from dlo_tasks.llm import batches
+from dlo_plugins.compile.callback import Compile
+from dlo_tasks.language import batches
 from on_accelerator.subjects import BATCHES, Size, Subject, blocks_of, draw_weights_on, pinned
 from on_accelerator.throughput import BASE, rates_table
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
@@ -158,8 +158,8 @@ def subject_of(model: Model, attention: str | None, fused: bool) -> Subject:
     """
     import transformers
 
-    from dlo_tasks.llm.adapters import Lora
-    from dlo_tasks.llm.causal_lm import CausalLM
+    from dlo_tasks.language.adapters import Lora
+    from dlo_tasks.language.causal_lm import CausalLM
 
     def task() -> Task:
         lora = None if model.rank is None else Lora(rank=model.rank, alpha=2 * model.rank, targets=TARGETS)

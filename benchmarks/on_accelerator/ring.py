@@ -17,8 +17,16 @@ from measuring.record import Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor
 
-from dlo_plugins.context.block_attention import KERNELS, Block, Kernel, Result, Score, _torch_backward, _torch_forward
-from dlo_plugins.context.blockwise import merge
+from dlo_plugins.parallel.context.block_attention import (
+    KERNELS,
+    Block,
+    Kernel,
+    Result,
+    Score,
+    _torch_backward,
+    _torch_forward,
+)
+from dlo_plugins.parallel.context.blockwise import merge
 
 
 def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str) -> Iterator[Table]:

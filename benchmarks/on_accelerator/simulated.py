@@ -32,10 +32,10 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
-from dlo_plugins.fsdp.sharding import ShardedModule
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.fsdp.sharded_optimizers import OptimizerShards
+from dlo_plugins.parallel.fsdp.sharding import ShardedModule
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from on_accelerator.subjects import SIZES, Subject, llama
 from support.python_calls import count_python_calls
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from on_accelerator.subjects import BATCHES, SIZES, build_network, draw_weights_on, llama, pinned
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 

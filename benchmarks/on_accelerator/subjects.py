@@ -141,7 +141,7 @@ def llama(size: Size, fused: bool, *, divided: bool = False) -> Subject:
     """Returns the Llama; ``divided`` for the one of the strategies."""
     import transformers
 
-    from dlo_tasks.llm.causal_lm import CausalLM
+    from dlo_tasks.language.causal_lm import CausalLM
 
     config = size.divided if divided else size.llama
     rows = max(1, size.rows // 4) if divided else size.rows

@@ -10,7 +10,7 @@ import torch
 from measuring.record import Table
 from measuring.rounds import Clock, all_ratios, clock_of, take_turns
 
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile.callback import Compile
 from on_accelerator.subjects import BATCHES, Size, Subject, blocks_of, build_network, draw_weights_on, pinned
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import yaml
 
-from dlo_framework import runs
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.extensions import format_origin, installed_points, load_function
+from dlo_framework.run import runs
 from dlo_framework.yaml_text import load_yaml, parse_yaml, read_yaml
 
 #: Group of the entry points of options that plug-ins translate.

@@ -16,12 +16,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_function
+from dlo_framework.run import runs
 from dlo_framework.run_setup import check_data, check_parts, check_run, find_start_checkpoint, resumed_run
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task

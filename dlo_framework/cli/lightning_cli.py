@@ -15,13 +15,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from dlo_framework import runs
 from dlo_framework.checkpoint.store import LOCAL, store_of
 from dlo_framework.cli.command_table import CKPT_PATH
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.defaults import check_on_file_system
 from dlo_framework.distributed.signals import GRACE
 from dlo_framework.errors import DloError, dlo_error_in
+from dlo_framework.run import runs
 from dlo_framework.run_setup import check_data, check_strategy, strategy_arguments
 from dlo_framework.stop import SAVE_MINUTES
 from dlo_framework.trainer import Trainer

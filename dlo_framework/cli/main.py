@@ -12,7 +12,7 @@ from dlo_framework._version import __version__
 from dlo_framework.cli.command_table import HELP_WORDS, RUN_COMMANDS, format_commands, format_run_help, load_command
 from dlo_framework.cli.config_scan import translate_options
 from dlo_framework.errors import DloError, worker_message
-from dlo_framework.process_setup import INTERRUPTED_CODE, INTERRUPTED_MESSAGE
+from dlo_framework.run.process import INTERRUPTED_CODE, INTERRUPTED_MESSAGE
 
 HELP = """usage: dlo COMMAND [options]
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlo_framework import runs
 from dlo_framework.cli.command_table import HELP_ALL
 from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
-from dlo_framework.process_setup import (
+from dlo_framework.run import runs
+from dlo_framework.run.process import (
     DRIVER,
     disable_nvml_check,
     exits_on_interrupt,

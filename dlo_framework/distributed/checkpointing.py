@@ -51,7 +51,7 @@ from dlo_framework.random_streams import (
     seed_torch,
     set_torch_state,
 )
-from dlo_framework.resume import as_replayed, give_generator
+from dlo_framework.run.resume import as_replayed, give_generator
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
 from dlo_framework.strategy_contract import StrategyContract, data_share, plain_name
 

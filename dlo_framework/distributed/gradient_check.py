@@ -23,7 +23,7 @@ from lightning.pytorch import Callback
 from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.registry.registry import own_packages
-from dlo_framework.runs import is_first_process
+from dlo_framework.run.runs import is_first_process
 from dlo_framework.task import Task
 
 #: Hooks before the first step, in which a user's code may freeze parameters.

@@ -44,7 +44,7 @@ from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.random_streams import preserved_random_state, seed_all
 from dlo_framework.rehearsal import BeforeTraining
-from dlo_framework.resume import ReplayedLoader
+from dlo_framework.run.resume import ReplayedLoader
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.compare import RTOL, default_rtol
 from dlo_framework.testing.record import Record, Recorder

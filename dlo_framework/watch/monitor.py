@@ -23,7 +23,7 @@ from dlo_framework.costs import FlopCounter, SampleShape, peak_flops
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm
 from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.local_memory import memory_now, reset_memory_peak
-from dlo_framework.resume import gather_states
+from dlo_framework.run.resume import gather_states
 from dlo_framework.strategy_contract import contract_of, data_share
 
 #: Steps, or records on an accelerator, of which the median step time is.

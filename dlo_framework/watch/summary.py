@@ -15,14 +15,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
-from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.loading import RUN_FOLDER, Best, relocate_paths
 from dlo_framework.errors import first_line
 from dlo_framework.extensions import versions
 from dlo_framework.local_memory import memory_peak
-from dlo_framework.resume import KEY
+from dlo_framework.run import runs
+from dlo_framework.run.resume import KEY
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard

@@ -5,7 +5,7 @@ from functools import partial
 from own_transformer import Source, Writer
 
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 
 
 def build() -> tuple[Writer, Source]:

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from dlo_plugins.callbacks.gradients import agc_scales, unit_norms
+from dlo_plugins.gradients.clipping_and_noise import agc_scales, unit_norms
 
 FILE = Path(__file__).parents[1] / "images" / "adaptive-gradient-clipping.svg"
 FACTORS = {0.01: "#3f6ad8", 0.04: "#d9822b", 0.16: "#2e8b57"}

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
 
-from dlo_framework.attention import (
+from dlo_framework.models.attention import (
     AttentionMask,
     BigBird,
     BSLongformer,

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from dlo_plugins.callbacks.batch_mix import (
+from dlo_plugins.images.batch_mix import (
     MixPlan,
     clipped_boxes,
     mix_images,

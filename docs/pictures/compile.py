@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.costs import is_compiled
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile.callback import Compile
 
 FILE = Path(__file__).parents[1] / "images" / "compile.svg"
 SIZES = (16, 16, 24)  # of the images in each epoch

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from dlo_plugins.callbacks.gradients import add_noise_, noise_deviation
+from dlo_plugins.gradients.clipping_and_noise import add_noise_, noise_deviation
 
 FILE = Path(__file__).parents[1] / "images" / "gradient-noise.svg"
 ETAS = {1.0: "#2e8b57", 0.3: "#d9822b", 0.01: "#3f6ad8"}

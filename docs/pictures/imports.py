@@ -1,7 +1,7 @@
 """Draws docs/images/imports.svg, the imports between folders, from the source files.
 
-Run ``python docs/pictures/imports.py``. Files are parsed, not imported. ``tests/framework`` checks the tree against the
-layers below, and the page on the architecture makes a table from ``UPWARD``.
+Run ``python docs/pictures/imports.py``. Files are parsed, not imported. A folder or single module stands one layer
+above the highest that it imports when it is imported itself. ``tests/framework`` checks that there are no circles.
 """
 
 from __future__ import annotations
@@ -16,117 +16,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "images" / "imports.svg"
 PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugins", "dlo_tasks": "tasks/dlo_tasks"}
-
-#: Layers of each package, from the lowest: a title, and its folders and single modules. A module may import from lower
-#: layers. A single module may also import from its own layer; a folder may not.
-LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    "dlo_framework": (
-        (
-            "utilities",
-            (
-                "_version",
-                "errors",
-                "extensions",
-                "units",
-                "yaml_text",
-                "atomic_file",
-                "agreement",
-                "lock",
-                "process_setup",
-                "random_streams",
-                "copy_streams",
-                "batches",
-                "fake_kernels",
-                "costs",
-            ),
-        ),
-        (
-            "description",
-            (
-                "plan",
-                "mesh",
-                "shards",
-                "norms",
-                "local_memory",
-                "applier",
-                "placed_model",
-                "strategy_contract",
-                "model_sizes",
-                "batch_transform",
-                "distillation",
-                "token_loss",
-                "four_bit_linear",
-                "recompute",
-                "attention/",
-            ),
-        ),
-        ("data and state", ("registry/", "data/", "checkpoint/", "experts/")),
-        (
-            "run",
-            (
-                "task",
-                "progress",
-                "resume",
-                "runs",
-                "ema",
-                "frozen_model",
-                "optimizers",
-            ),
-        ),
-        ("ranks", ("distributed/",)),
-        ("monitoring", ("watch/",)),
-        ("callbacks", ("accelerator", "finite", "stop", "rehearsal", "defaults", "run_setup", "trainer")),
-        ("testing", ("testing/",)),
-        ("command line", ("cli/",)),
-        ("", ("__main__", "__init__")),
-    ),
-    "dlo_plugins": (
-        ("sharding", ("sharding/", "sweep/", "loggers/")),
-        (
-            "techniques",
-            (
-                "__init__",
-                "compression/",
-                "context/",
-                "tensor/",
-                "experts/",
-                "pipeline/",
-                "remat/",
-                "zero/",
-                "fsdp/",
-                "deepspeed/",
-            ),
-        ),
-        ("pruning", ("pruning/",)),
-        ("quantisation", ("quantisation/",)),
-        ("appliers", ("appliers/",)),
-        ("mesh", ("mesh/",)),
-        ("strategies", ("strategies/",)),
-        ("distillation", ("distillation/",)),
-        ("optimizers", ("optimizers/",)),
-        ("callbacks", ("callbacks/",)),
-        ("planner", ("planner/",)),
-        ("profiling", ("profiling/",)),
-        ("commands", ("commands/",)),
-    ),
-    "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
-}
-
-#: Imports inside functions that go up, with the reason.
-UPWARD = {
-    (
-        "dlo_framework.distillation",
-        "dlo_framework.distributed.vocab_parallel",
-    ): "names the shard of classes that losses get, for type checkers",
-    (
-        "dlo_plugins.remat.planning",
-        "dlo_plugins.pipeline.actions",
-    ): "counts the micro-batches in flight by the kinds of a schedule's actions",
-    (
-        "dlo_plugins.strategies.deepspeed",
-        "dlo_plugins.callbacks.lr_curves",
-    ): "finds the callbacks that set the learning rate",
-}
 
 
 class Edge(NamedTuple):
@@ -223,40 +112,37 @@ def place_of(module: str) -> tuple[str, str]:
     return package, first or "__init__"
 
 
-def layer_of(module: str) -> int:
-    """Returns the number of a module's layer in its package, 0 for the lowest.
-
-    Raises:
-        LookupError: If no layer has the folder or single module.
-    """
-    package, place = place_of(module)
-    for number, (_, places) in enumerate(LAYERS[package]):
-        if place in places:
-            return number
-    raise LookupError(
-        f"LAYERS must name every folder of {package}, got none for {place}; add it in docs/pictures/imports.py"
+@functools.cache
+def layers(package: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the folders and single modules of a package by layer, the lowest first; a circle shares a layer."""
+    onward: dict[str, set[str]] = {place_of(module)[1]: set() for module in modules() if module.startswith(package)}
+    for edge in edges():
+        (own, source), (other, target) = place_of(edge.source), place_of(edge.target)
+        if own == other == package and source != target and edge.kind == "module":
+            onward[source].add(target)
+    reach = {place: _reached(onward, place) for place in onward}
+    height: dict[str, int] = {}
+    for place in sorted(onward, key=lambda each: (len(reach[each]), each not in reach[each])):
+        circle = {other for other in reach[place] if place in reach[other]}
+        below = [height[other] for other in reach[place] - circle]
+        height[place] = max([height[other] for other in circle if other in height], default=max(below, default=-1) + 1)
+    return tuple(
+        tuple(sorted(place for place in height if height[place] == number))
+        for number in range(max(height.values()) + 1)
     )
 
 
-def goes_up(edge: Edge) -> bool:
-    """Returns whether an import inside a package goes to a higher layer, or to another folder of the same layer."""
-    (package, place), (other, target) = place_of(edge.source), place_of(edge.target)
-    if package != other or place == target:
-        return False
-    own, its = layer_of(edge.source), layer_of(edge.target)
-    return its > own or (its == own and (place.endswith("/") or target.endswith("/")))
+def circles() -> list[list[str]]:
+    """Returns the folders and single modules that import each other, as files are imported."""
+    ends = [(place_of(edge.source), place_of(edge.target)) for edge in edges() if edge.kind == "module"]
+    return cycles(("/".join(a), "/".join(b)) for a, b in ends if a[0] == b[0] and a != b)
 
 
 # --- the picture -------------------------------------------------------------------------------------------
 
 COLOURS = {"dlo_framework": "#3f6ad8", "dlo_plugins": "#d9822b", "dlo_tasks": "#2e8b57"}
-#: Position of a package: centre of its boxes in x (pixels), its top row, and x of its name (pixels).
-PLACES = {
-    "dlo_framework": (240.0, 0, 110.0),
-    "dlo_plugins": (790.0, 0, 520.0),
-    "dlo_tasks": (790.0, len(LAYERS["dlo_plugins"]) + 1, 520.0),
-}
-TITLES = {"dlo_framework": 84.0, "dlo_plugins": 500.0, "dlo_tasks": 500.0}  # right edge of the layers' titles, pixels
+#: Centre of a package's boxes in x, and of its name (pixels).
+CENTRES = {"dlo_framework": (260.0, 60.0), "dlo_plugins": (790.0, 500.0), "dlo_tasks": (790.0, 500.0)}
 TOP, BAND, HIGH, GAP, LETTER = 10, 62, 34, 18, 5.3  # pixels: top margin, layer, box, gap between boxes, letter
 WIDTH = 1060
 
@@ -290,12 +176,12 @@ def draw() -> str:
     body = [line for package in PACKAGES for line in _column(package, boxes)]
     arrows = [_arrow(boxes[source], boxes[target]) for source, target in sorted(_drawn_edges())]
     words = ("plug-ins and tasks import the core,", "never each other")
-    middle, row = PLACES["dlo_tasks"][:2]
+    middle, row = CENTRES["dlo_tasks"][0], _first_row("dlo_tasks")
     body += [
         f'<text x="{middle:g}" y="{TOP + (row - 1) * BAND + 12 * number + 12:g}" text-anchor="middle">{line}</text>'
         for number, line in enumerate(words)
     ]
-    height = TOP + BAND * max(PLACES[package][1] + len(_titled(package)) for package in PACKAGES)
+    height = TOP + BAND * max(_first_row(package) + len(layers(package)) for package in PACKAGES)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-size="10"'
     head += (
         ' font-family="system-ui, sans-serif" fill="#808080">\n<title>imports between the folders, in layers</title>'
@@ -305,25 +191,25 @@ def draw() -> str:
     return "\n".join([head, tip, *arrows, *body, *map(_drawn, boxes.values()), "</svg>"]) + "\n"
 
 
+def _first_row(package: str) -> int:
+    """Returns the row of a package's highest layer: the tasks stand below the plug-ins."""
+    return len(layers("dlo_plugins")) + 1 if package == "dlo_tasks" else 0
+
+
 def _column(package: str, boxes: dict[Node, Box]) -> Iterator[str]:
-    """Adds a package's boxes to ``boxes``; yields its name and the titles of its layers."""
-    layers, (middle, row, name_at) = _titled(package), PLACES[package]
-    for number, (title, places) in enumerate(layers):
+    """Adds a package's boxes to ``boxes``; yields its name."""
+    middle, name_at = CENTRES[package]
+    for number, places in enumerate(layers(package)):
         single = [place for place in places if not place.endswith("/") and not place.startswith("__")]
         names = [*([""] if single else []), *(place for place in places if place.endswith("/"))]
-        y = TOP + (row + len(layers) - 1 - number) * BAND
+        y = TOP + (_first_row(package) + len(layers(package)) - 1 - number) * BAND
         made = [Box([name] if name else _wrapped(single), COLOURS[package], y=y) for name in names]
         x = middle - (sum(box.width for box in made) + GAP * (len(made) - 1)) / 2
         for name, box in zip(names, made, strict=True):
             boxes[package, number, name], box.x = box, x
             x += box.width + GAP
-        yield f'<text x="{TITLES[package]:g}" y="{y + HIGH / 2 + 3:g}" text-anchor="end">{title}</text>'
-        if number == len(layers) - 1:
+        if number == len(layers(package)) - 1:
             yield f'<text x="{name_at:g}" y="{y + HIGH / 2 + 4:g}" font-size="12">{package}</text>'
-
-
-def _titled(package: str) -> list[tuple[str, tuple[str, ...]]]:
-    return [layer for layer in LAYERS[package] if layer[0]]
 
 
 def _wrapped(names: list[str]) -> list[str]:
@@ -338,7 +224,7 @@ def _drawn_edges() -> set[tuple[Node, Node]]:
     pairs = set()
     for edge in edges():
         ends = [place_of(module) for module in edge[:2]]
-        if edge[:2] in UPWARD or edge.kind == "types" or any(place.startswith("__") for _, place in ends):
+        if edge.kind != "module" or any(place.startswith("__") for _, place in ends):
             continue
         source, target = _node(edge.source), _node(edge.target)
         if source[0] == target[0] and source != target:
@@ -357,7 +243,8 @@ def _drawn_edges() -> set[tuple[Node, Node]]:
 
 def _node(module: str) -> Node:
     package, place = place_of(module)
-    return package, layer_of(module), place if place.endswith("/") else ""
+    number = next(number for number, places in enumerate(layers(package)) if place in places)
+    return package, number, place if place.endswith("/") else ""
 
 
 def _arrow(source: Box, target: Box) -> str:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlo_plugins.callbacks.lr_finder import Sweep, suggest, sweep_rates
+from dlo_plugins.schedules.lr_finder import Sweep, suggest, sweep_rates
 
 FILE = Path(__file__).parents[1] / "images" / "lr-finder.svg"
 STEPS = 100

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlo_plugins.callbacks.micro_batch_finder import find_largest
+from dlo_plugins.batches.micro_batch_finder import find_largest
 
 FILE = Path(__file__).parents[1] / "images" / "micro-batch-finder.svg"
 START, MEMORY, LIMIT = 32, 411, 50_000  # samples: batch size of the config, memory limit, size of the dataset

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.shards import make_equal_slice
-from dlo_plugins.context.sequence_layout import chunks_of
+from dlo_plugins.parallel.context.sequence_layout import chunks_of
 
 IMAGES = Path(__file__).parents[1] / "images"
 COLOURS = ("#3f6ad8", "#d9822b", "#2e8b57", "#a05195")  # of ranks, or of each rank's initial shard

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlo_plugins.callbacks.pipeline_timeline import COLOURS, NAMES
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, flushes, make_schedule
-from dlo_plugins.pipeline.simulation import StageCosts, simulate
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, flushes, make_schedule
+from dlo_plugins.parallel.pipeline.simulation import StageCosts, simulate
+from dlo_plugins.parallel.pipeline.timeline import COLOURS, NAMES
 
 FILE = Path(__file__).parents[1] / "images" / "pipeline-schedules.svg"
 RANKS, MICRO_BATCHES = 4, 8

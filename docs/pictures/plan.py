@@ -12,13 +12,13 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from dlo_plugins.planner.layout import Layout, Request, StateFormat
-from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.model_profile import profile_model
-from dlo_plugins.planner.plan_search import PlanSearch
-from dlo_plugins.planner.rank_memory import RankMemory
-from dlo_plugins.planner.step_time import StepTime
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.plan.layout import Layout, Request, StateFormat
+from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.plan.model_profile import profile_model
+from dlo_plugins.plan.plan_search import PlanSearch
+from dlo_plugins.plan.rank_memory import RankMemory
+from dlo_plugins.plan.step_time import StepTime
+from dlo_tasks.language.causal_lm import CausalLM
 
 FILE = Path(__file__).parents[1] / "images" / "plan.svg"
 GPUS, MEMORY, BATCH, LENGTH = 64, 80e9, 1024, 8192

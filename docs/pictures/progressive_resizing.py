@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_plugins.callbacks.progressive_resizing import GrowingSize, StepSizes
-from dlo_plugins.callbacks.run_position import parse_position
+from dlo_framework.run.position import parse_position
+from dlo_plugins.images.progressive_resizing import GrowingSize, StepSizes
 
 FILE = Path(__file__).parents[1] / "images" / "progressive-resizing.svg"
 EPOCHS, SAMPLES = 100, 1000

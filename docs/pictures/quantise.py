@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from dlo_plugins.callbacks.quantise import fitting_period, scheduled_bits
-from dlo_plugins.quantisation.schemes import affine_grid, fake_quantise, symmetric_grid
+from dlo_plugins.quantise.callback import fitting_period, scheduled_bits
+from dlo_plugins.quantise.schemes import affine_grid, fake_quantise, symmetric_grid
 
 FILE = Path(__file__).parents[1] / "images" / "quantise.svg"
 STEPS = 1000

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import matplotlib
 
-from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.planning import draw_schedule
-from dlo_plugins.remat.rotor import keep_fastest
-from dlo_plugins.remat.schedule import Chain, Link, Mode, Stage
+from dlo_plugins.memory.offload import solve_offload
+from dlo_plugins.memory.planning import draw_schedule
+from dlo_plugins.memory.rotor import keep_fastest
+from dlo_plugins.memory.schedule import Chain, Link, Mode, Stage
 
 FILE = Path(__file__).parents[1] / "images" / "rotor.svg"
 #: ViT-L/16 at 224 on a V100: images, tokens, width, FLOP/s in float32, bytes per second of PCIe 3.

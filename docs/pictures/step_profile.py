@@ -14,8 +14,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from dlo_plugins.profiling.operations import KINDS
-from dlo_plugins.profiling.profile_report import COLOURS
+from dlo_plugins.profile.operations import KINDS
+from dlo_plugins.profile.report import COLOURS
 
 FILE = Path(__file__).parents[1] / "images" / "profile.svg"
 REPORTS = Path(__file__).parents[2] / "benchmarks" / "results" / "step_profile_2026-11-24" / "reports.json"

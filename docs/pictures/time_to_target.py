@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from dlo_plugins.callbacks.time_to_target import reaches
+from dlo_plugins.profile.time_to_target import reaches
 
 FILE = Path(__file__).parents[1] / "images" / "time-to-target.svg"
 TARGET = 0.97

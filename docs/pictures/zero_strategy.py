@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.sharding.flat_slices import FlatPartition
+from dlo_plugins.parallel.flat_slices import FlatPartition
 
 FILE = Path(__file__).parents[1] / "images" / "zero-strategy.svg"
 RANKS = 4

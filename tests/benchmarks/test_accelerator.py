@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlo_plugins.context.block_attention import CPU_FLASH
+from dlo_plugins.parallel.context.block_attention import CPU_FLASH
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.plan.machine import load_machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STORED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("planner_measured.json").read_text())

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from dlo_framework import runs
 from dlo_framework.checkpoint import load, newest_valid, note_resumption, resumptions, save
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 
 
 @pytest.fixture

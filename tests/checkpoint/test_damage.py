@@ -14,7 +14,6 @@ import zipfile
 import pytest
 import torch
 
-from dlo_framework import runs
 from dlo_framework.checkpoint import (
     LazyStateDict,
     check,
@@ -30,6 +29,7 @@ from dlo_framework.checkpoint import (
 from dlo_framework.checkpoint.state_tree import read_state
 from dlo_framework.checkpoint.verify import find_damage, open_checkpoint
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 from dlo_framework.shards import Box
 
 

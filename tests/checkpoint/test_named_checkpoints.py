@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlo_framework import runs
 from dlo_framework.checkpoint import save
 from dlo_framework.cli.main import main
+from dlo_framework.run import runs
 
 
 @pytest.fixture

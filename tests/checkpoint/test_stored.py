@@ -14,10 +14,10 @@ from torch import nn
 
 from dlo_framework.checkpoint import load, newest_valid, verify
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
 

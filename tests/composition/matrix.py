@@ -20,53 +20,53 @@ from lightning.pytorch import Trainer, seed_everything
 from PIL import Image
 from torch import Tensor
 
-from dlo_framework.attention import Attention, SlidingWindow
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_framework.experts import MixtureOptions
 from dlo_framework.frozen_model import FrozenModel
+from dlo_framework.models.attention import Attention, SlidingWindow
+from dlo_framework.models.experts import MixtureOptions
 from dlo_framework.testing.record import Record, Recorder, merge_records
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.difficulty_order import DifficultyOrder
-from dlo_plugins.callbacks.diloco import DiLoCo
-from dlo_plugins.callbacks.distill import Distill
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.freeze import Freeze
-from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
-from dlo_plugins.callbacks.layer_drop import LayerDrop
-from dlo_plugins.callbacks.low_precision import LowPrecision
-from dlo_plugins.callbacks.lr_finder import LRFinder
-from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
-from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
-from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
-from dlo_plugins.callbacks.prune import Prune
-from dlo_plugins.callbacks.quantise import Quantise
-from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
-from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.callbacks.sequence_length import SequenceLength
-from dlo_plugins.callbacks.stochastic_depth import StochasticDepthSchedule
-from dlo_plugins.callbacks.sweep_trial import SweepTrial
-from dlo_plugins.callbacks.time_to_target import TimeToTarget
-from dlo_plugins.callbacks.token_drop import TokenDrop
-from dlo_plugins.profiling.profile_callback import Profile
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.batches.micro_batch_finder import MicroBatchFinder
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.compression.diloco import DiLoCo
+from dlo_plugins.compression.gradient_compression import GradientCompression
+from dlo_plugins.curriculum.difficulty_order import DifficultyOrder
+from dlo_plugins.curriculum.freeze import Freeze
+from dlo_plugins.curriculum.layer_drop import LayerDrop
+from dlo_plugins.curriculum.sequence_length import SequenceLength
+from dlo_plugins.curriculum.stochastic_depth import StochasticDepthSchedule
+from dlo_plugins.curriculum.token_drop import TokenDrop
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.distill.callback import Distill
+from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, GradientNoise
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.images.rectangular_validation import RectangularValidation
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
+from dlo_plugins.memory.rotor_callback import Rotor
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.pipeline.timeline import PipelineTimeline
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.profile.callback import Profile
+from dlo_plugins.profile.time_to_target import TimeToTarget
+from dlo_plugins.prune.callback import Prune
+from dlo_plugins.quantise.callback import Quantise
+from dlo_plugins.quantise.low_precision import LowPrecision
+from dlo_plugins.schedules.lr_finder import LRFinder
+from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.sweep.sweep_trial import SweepTrial
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.text_data import TextData
 from support.texts import lines, sentences
 
 BATCH, STEPS, EPOCHS = 8, 3, 2

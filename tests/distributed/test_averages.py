@@ -15,8 +15,8 @@ from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 MESHES = ({"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"cp": 2, "tp": 2, "dp_shard": 1})
 

@@ -16,12 +16,12 @@ from dlo_framework.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
-from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.stochastic_rounding import StochasticSteps
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.fsdp_nets import Module, mine, trainer
 from support.token_batches import FAMILIES, Tokens
 

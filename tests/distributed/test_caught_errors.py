@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 
 class Fails(LightningModule):

@@ -9,10 +9,10 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import Again, check_same
 from support.trainers import quiet_trainer

@@ -20,8 +20,8 @@ from dlo_framework.distributed.collectives import (
 )
 from dlo_framework.distributed.launcher import set_collective_timeout
 from dlo_framework.testing import run_distributed
-from dlo_plugins.context.shared_attention import Ring
-from dlo_plugins.pipeline.exchange import Transport
+from dlo_plugins.parallel.context.shared_attention import Ring
+from dlo_plugins.parallel.pipeline.exchange import Transport
 
 LENGTHS = (0, 1, 7, 1000)  # of a segment
 

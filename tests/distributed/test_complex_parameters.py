@@ -17,11 +17,11 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.fsdp.precision_policy import unit_policy
-from dlo_plugins.fsdp.torch_fsdp import ComplexReduceScatter
-from dlo_plugins.mesh.parallelize import ParallelState
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.precision_policy import unit_policy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.fsdp.torch_fsdp import ComplexReduceScatter
+from dlo_plugins.parallel.mesh.parallelize import ParallelState
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
 
 UNITS = ["net.blocks.*", "net.filter"]

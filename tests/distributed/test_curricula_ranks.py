@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.freeze import Freeze
-from dlo_plugins.callbacks.layer_drop import LayerDrop
-from dlo_plugins.callbacks.sequence_length import SequenceLength
-from dlo_plugins.callbacks.token_drop import TokenDrop
+from dlo_plugins.curriculum.freeze import Freeze
+from dlo_plugins.curriculum.layer_drop import LayerDrop
+from dlo_plugins.curriculum.sequence_length import SequenceLength
+from dlo_plugins.curriculum.token_drop import TokenDrop
 from support.curricula_runs import apart, fit, images, prepare_texts, refusal, saved_state, seeded, texts
 
 #: Callbacks by name, and options of the trainer.

@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_tasks.imagenet.digits import DigitsData
 from support.deepspeed_nets import CUT_ALL, Model, Watch, ds, trainer
 

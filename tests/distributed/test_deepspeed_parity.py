@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 from support.deepspeed_nets import CUT_ALL, Model, ds
 from support.token_batches import FAMILIES, Tokens
 

@@ -16,8 +16,8 @@ from dlo_framework.finite import FiniteLoss
 from dlo_framework.progress import AccumulationTail
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import StateReport
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.lr_finder import LRFinder
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.schedules.lr_finder import LRFinder
 from dlo_tasks.imagenet.digits import DigitsData
 from support.deepspeed_nets import STRATEGIES, Model, trainer
 

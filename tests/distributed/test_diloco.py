@@ -17,9 +17,9 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.callbacks.diloco import DiLoCo, OuterOptimizer
-from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.callbacks.prune import Prune
+from dlo_plugins.compression.diloco import DiLoCo, OuterOptimizer
+from dlo_plugins.compression.gradient_compression import GradientCompression
+from dlo_plugins.prune.callback import Prune
 from support.curricula_runs import apart, fit, images, refusal, same, saved_state, seeded
 
 PERIOD, LR, MOMENTUM = 3, 0.7, 0.9

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from dlo_framework.checkpoint import load
-from dlo_framework.experts import MixtureOptions
+from dlo_framework.models.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.diloco import DiLoCo
-from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping
+from dlo_plugins.compression.diloco import DiLoCo
+from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping
 from support.curricula_runs import apart, fit, prepare_texts, refusal, same, saved_state, seeded, texts
 
 PERIOD, STOP = 3, 5

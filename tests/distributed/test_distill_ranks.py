@@ -10,12 +10,12 @@ from lightning.pytorch import Trainer
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates, OnPolicy
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.distill.callback import AttentionTransfer, Distill, HiddenStates, OnPolicy
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.distill_runs import DistilledLM, DistilledViT, digits, lm, seeded, sharp, tokens, vit
 
 DATA: dict[str, Any] = {

@@ -15,11 +15,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.predictions import SavePredictions
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.evaluated import KINDS, Plain, PlainSamples, Samples, measured, trainer
 
 #: Those of plain data parallelism, on any number of ranks.

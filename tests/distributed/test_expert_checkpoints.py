@@ -13,9 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.checkpoints import Again, check_same, tensors
 from support.token_batches import VOCABULARY, Tokens

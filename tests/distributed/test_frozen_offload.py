@@ -14,9 +14,9 @@ from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.distill import Distill
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.distill.callback import Distill
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.distill_runs import lm, seeded, sharp
 from support.frozen_runs import batches, make_trainer, slice_rows
 from support.fsdp_nets import Batches

@@ -145,7 +145,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def train(rank: int, world: int, cases: dict[str, Case]) -> dict[str, Any]:
-    from dlo_plugins.strategies.fsdp import FSDPStrategy
+    from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 
     results = {}
     for name, case in cases.items():

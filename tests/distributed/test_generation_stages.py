@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling, keeps_keys_and_values, pad_left
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling, keeps_keys_and_values, pad_left
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
 

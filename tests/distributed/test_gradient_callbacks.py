@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, GradientNoise
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from support import curricula_runs
 from support.curricula_runs import apart, fit, images, prepare_texts, saved_state, seeded, texts
 

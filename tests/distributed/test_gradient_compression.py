@@ -15,12 +15,12 @@ from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.compression.gradient_compression import GradientCompression
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.compression_by_definition import average_in_one_process
 from support.compression_nets import FREEZE, Net, fit, same, same_on_all_ranks, train, weights
 

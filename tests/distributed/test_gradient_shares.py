@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.fsdp_nets import Batches, differ, found_by, of, trainer
 from support.token_batches import FAMILIES, LENGTH, VOCABULARY
 

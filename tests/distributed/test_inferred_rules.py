@@ -16,10 +16,10 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.shards import get_layout
 from dlo_framework.task import Task
 from dlo_framework.testing import Case, assert_parity, run_distributed
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.foreign_transformer import ForeignTask
 from support.tensor_models import assert_close, noisy, sum_partial, whole_gradients, whole_weights

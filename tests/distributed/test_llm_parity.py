@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
 STRATEGIES: dict[str, Any] = {

@@ -13,19 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
-from dlo_framework.four_bit_linear import quantise, quantise_scales
+from dlo_framework.models.four_bit_linear import quantise, quantise_scales
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.predictions import SavePredictions
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm import model_folders
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling, pad_left
-from dlo_tasks.llm.model_folders import write_folder
-from dlo_tasks.llm.tokenizer import embedded_tokenizer
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language import model_folders
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling, pad_left
+from dlo_tasks.language.model_folders import write_folder
+from dlo_tasks.language.tokenizer import embedded_tokenizer
 from support.trainers import quiet_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

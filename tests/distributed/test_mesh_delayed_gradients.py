@@ -21,10 +21,10 @@ from dlo_framework.stop import GracefulStop
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.monitor import batch_loss
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.mesh.pipelined_task import PipelineOptions
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 
 BATCHES, ROWS = 6, 8
 STOPS = (1, 4)  # In the first accumulation and after the second.

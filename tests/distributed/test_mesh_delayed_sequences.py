@@ -12,14 +12,14 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.curricula_runs import Losses
 from support.fsdp_nets import trainer
 from support.token_batches import FAMILIES, packed_rows

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dlo_framework.testing import Case, assert_parity, compare_cases
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
 ROWS = 8

@@ -20,10 +20,10 @@ from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from support import fsdp_nets
 
 Pair = namedtuple("Pair", "logits aux")

@@ -16,8 +16,8 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import batch_loss
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer

@@ -16,16 +16,16 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import checksums, gather_full_weights
-from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.pipeline.timeline import PipelineTimeline
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.text_data import TextData
 from support.texts import lines, sentences
 from support.token_batches import FAMILIES
 
@@ -144,8 +144,8 @@ def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(
 
 
 SCHEDULE = """
-from dlo_plugins.pipeline.actions import Action, ActionKind
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
 
 
 @SCHEDULES.register("OneByOne")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from dlo_framework.experts import MixtureOptions
+from dlo_framework.models.experts import MixtureOptions
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
+from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
 from support.curricula_runs import apart, fit, prepare_texts, refusal, saved_state, seeded, texts
 
 EXPERTS: dict[str, Any] = {"experts": MixtureOptions(count=4, aux_loss=0.01, z_loss=0.01)}

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback
 
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.token_cache import Document, write_store
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.text_data import TextData
+from dlo_tasks.language.token_cache import Document, write_store
 from support.curricula_runs import fit, seeded, texts
 from support.token_files import documents, write_megatron
 

@@ -20,10 +20,10 @@ from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonic
 from dlo_framework.errors import dlo_error_in
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.training import leave_group, silence_lightning
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import trainer
 from support.odd_modules import DATA, MODULES, PIPELINES, ROWS, Odd, batches
 

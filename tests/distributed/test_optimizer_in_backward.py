@@ -15,18 +15,18 @@ from torch import nn
 from dlo_framework.copy_streams import CopyHandle
 from dlo_framework.distributed.strategy import BackwardBuckets, DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.gradients import GradientNoise
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.flat_group import FlatGroup
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.gradients.clipping_and_noise import GradientNoise
+from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.flat_group import FlatGroup
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.fsdp_nets import Module, differ, mine, trainer
 
 STRATEGIES: dict[str, Any] = {

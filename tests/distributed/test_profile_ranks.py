@@ -16,11 +16,11 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.monitor import StepClock
-from dlo_plugins.profiling.operations import EXPOSED
-from dlo_plugins.profiling.profile_callback import Profile
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.profile.callback import Profile
+from dlo_plugins.profile.operations import EXPOSED
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from support.monitored import is_the_step

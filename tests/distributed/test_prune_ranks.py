@@ -10,7 +10,7 @@ import torch
 
 from dlo_framework.ema import WeightEMA
 from dlo_framework.testing import run_distributed
-from dlo_plugins.pruning.layers import NMPattern, follows_pattern
+from dlo_plugins.prune.layers import NMPattern, follows_pattern
 from support.pruned_nets import differing, masks_of, train, weights_of
 
 SKIP = ["model.patch_embed", "model.head"]

@@ -19,8 +19,8 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.testing import run_distributed
-from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.flat_group import FlatGroup
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.python_calls import count_python_calls
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ import pytest
 from composition import matrix
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import merge_records
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.callbacks.quantise import Quantise
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.quantise.callback import Quantise
 
 #: Options of meshes that the composition table does not have.
 MESHES: dict[str, Callable[[], dict[str, Any]]] = {

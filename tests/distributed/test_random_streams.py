@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
 
@@ -28,7 +28,7 @@ STEPS, FITS, WIDTH = 4, 3, 32
 
 def _deepspeed() -> Any:
     pytest.importorskip("deepspeed")
-    from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+    from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 
     return DeepSpeedBridge(stage=2)
 

@@ -17,7 +17,7 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.trainers import quiet_trainer
 
 WIDTH, BATCHES, BAD = 8, 10, 6

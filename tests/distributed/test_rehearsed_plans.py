@@ -24,9 +24,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.spawn import process_context
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import SIZES, TYPES, tiny
 from support.image_models import IMAGE_MODELS, TRANSFORMERS, options
 from support.token_batches import Batches

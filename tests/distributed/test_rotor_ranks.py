@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from dlo_framework.distributed.strategy import DataParallelStrategy, register_data_parallel
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.memory.rotor_callback import Rotor
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.rotor_runs import NetTask, assert_same, train
 
 PARTS = 4  # micro-batches

@@ -10,12 +10,12 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dlo_framework.experts import MixtureOptions
+from dlo_framework.models.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Batches, Tokens
 
 MICRO_BATCHES, STEPS = 4, 3

@@ -16,8 +16,8 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.fsdp_nets import Batches, differ, trainer
 from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from dlo_framework.attention import Attention, BigBird, BSLongformer, Prefix, SparsityPattern
+from dlo_framework.models.attention import Attention, BigBird, BSLongformer, Prefix, SparsityPattern
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
 ROWS = 8

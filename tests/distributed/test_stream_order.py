@@ -18,10 +18,10 @@ from torch import Tensor
 from dlo_framework.copy_streams import copy_streams
 from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.fsdp_nets import Module, mine, trainer
 from support.late import LateCopied, late, late_along_axes
 from support.token_batches import GROUPED, Tokens

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import WIDTH, Block, Module, differ, found_by, mine, of, trainer
 from support.parameter_writes import ByHand, ByHandBefore, ByHandData, Forward, Momentum, Normalising
 

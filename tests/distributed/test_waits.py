@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm import batches, vocabulary_loss
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import batches, vocabulary_loss
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY, Batches, Tokens
 from support.trainers import quiet_trainer
 from support.waits import WaitsOfSteps

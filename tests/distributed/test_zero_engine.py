@@ -13,8 +13,8 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.flat_group import FlatGroup
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
 DEPTH, WIDTH = 4, 64

@@ -19,8 +19,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import Module, differ, mine, trainer
 
 DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")

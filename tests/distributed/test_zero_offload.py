@@ -12,8 +12,8 @@ from torch import nn
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.rehearsal import Snapshot
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import Module, mine, trainer
 
 #: Two names of one memory: what is on the first passes for an accelerator's.

@@ -19,8 +19,8 @@ from dlo_framework.costs import is_compiled
 from dlo_framework.local_memory import memory_of
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.sharding.user_code import HookContext, OutsideUse, users_hooks
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.user_code import HookContext, OutsideUse, users_hooks
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
 
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import Module, found_by, mine, of, trainer
 
 PARTS = 4

@@ -14,9 +14,9 @@ from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.lr_finder import LRFinder
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.schedules.lr_finder import LRFinder
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
 

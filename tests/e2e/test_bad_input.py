@@ -15,10 +15,10 @@ import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is i
 import pytest
 import torch
 
-from dlo_framework import runs
 from dlo_framework.cli.config_scan import read_config
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 from support.digits_config import digits_config
 
 SIZES = "patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2"

@@ -8,8 +8,8 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
 import pytest
 
-from dlo_framework import runs
 from dlo_framework.cli.main import main
+from dlo_framework.run import runs
 from support.digits_config import digits_config
 
 TRAINER = "max_epochs: 2, accelerator: cpu, limit_val_batches: 1, limit_train_batches: 3"

@@ -9,10 +9,10 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
 import pytest
 
-from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.records import read_records
+from dlo_framework.run import runs
+from dlo_tasks.language.records import read_records
 from support.digits_config import digits_config
 
 DATA = "data: {class_path: DigitsData, init_args: {image_size: 16}}\n"

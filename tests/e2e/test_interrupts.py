@@ -15,7 +15,7 @@ import pytest
 
 FIT = ("fit", "--config", "quickstart", "--trainer.max_steps", "2", "--trainer.accelerator", "cpu")
 #: Module after whose import imports are counted: before it, Python starts. First and last of those of `dlo fit`.
-START, FIRST, ALL = "dlo_framework.process_setup", 5, 5000
+START, FIRST, ALL = "dlo_framework.run.process", 5, 5000
 
 
 def interrupted(folder: Path, *options: str, imports: int = 0, seconds: float = 0.0) -> tuple[int, list[str]]:

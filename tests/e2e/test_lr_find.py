@@ -24,7 +24,7 @@ def report(dlo, name):
 
 
 SUGGESTION = """
-from dlo_plugins.callbacks.lr_finder import SUGGESTIONS
+from dlo_plugins.schedules.lr_finder import SUGGESTIONS
 
 @SUGGESTIONS.register("Middle")
 def middle(rates, losses):

@@ -10,9 +10,9 @@ import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is i
 import pytest
 import torch
 
-from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 from dlo_framework.watch.predictions import check_output, make_table, write_table
 from support.texts import CHATML
 

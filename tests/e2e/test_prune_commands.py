@@ -10,7 +10,7 @@ import yaml
 from dlo_framework.checkpoint import load
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_plugins.commands import ticket_command
+from dlo_plugins.prune import ticket_command
 from support.dlo_process import DloProcess
 
 CONFIG = {

@@ -9,8 +9,8 @@ import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is i
 import pytest
 import yaml
 
-from dlo_framework import runs
 from dlo_framework.cli.main import main
+from dlo_framework.run import runs
 
 MODULE = """
 import torch

@@ -13,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework.errors import DloError
-from dlo_plugins.commands import sweep_command
+from dlo_plugins.sweep import command as sweep_command
 from support.dlo_process import DloProcess
 from support.sweep_config import CONFIG
 

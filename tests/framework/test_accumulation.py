@@ -12,11 +12,11 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.progress import AccumulationTail, AccumulationWindow, find_window
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, unit_norms
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, unit_norms
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.trainers import quiet_trainer
 
 BATCHES, SIZE, WIDTH = 10, 4, 6

@@ -22,8 +22,8 @@ from dlo_framework.distributed.strategy import (
     SingleProcessStrategy,
     use_canonical_checkpoints,
 )
-from dlo_framework.resume import ExactResume
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_framework.run.resume import ExactResume
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 
 def loader():

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework import attention as patterns
-from dlo_framework.attention import (
+from dlo_framework.errors import DloError
+from dlo_framework.models.attention import (
     Attention,
     AttentionMask,
     BigBird,
@@ -25,10 +26,9 @@ from dlo_framework.attention import (
     SparsityPattern,
     VariableSparsity,
 )
-from dlo_framework.attention.attention_mask import LocalHeads
-from dlo_framework.attention.attention_options import choose_kernel
-from dlo_framework.attention.masked_attention import attend_blocks, flex_mask, masked_attention, run_flex
-from dlo_framework.errors import DloError
+from dlo_framework.models.attention.attention_mask import LocalHeads
+from dlo_framework.models.attention.attention_options import choose_kernel
+from dlo_framework.models.attention.masked_attention import attend_blocks, flex_mask, masked_attention, run_flex
 
 #: Layouts of DeepSpeed 0.16.5's sparsity configs, with `random.seed(seed)` before each: a row is a hexadecimal number.
 DEEPSPEED = json.loads((Path(__file__).parents[1] / "support" / "deepspeed_layouts.json").read_text())
@@ -170,9 +170,9 @@ class Watch(TorchFunctionMode):
 def test_flex_compiles_under_a_mode_of_torch_functions(monkeypatch):
     """With a mask that reads tensors, and gradients, which a CPU's kernel does not have."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr("dlo_framework.attention.masked_attention._runs_eagerly", lambda query: False)
+    monkeypatch.setattr("dlo_framework.models.attention.masked_attention._runs_eagerly", lambda query: False)
     compiled = torch.compile(flex_attention, backend="aot_eager")
-    monkeypatch.setattr("dlo_framework.attention.masked_attention._compiled", lambda: compiled)
+    monkeypatch.setattr("dlo_framework.models.attention.masked_attention._compiled", lambda: compiled)
     inputs = [torch.randn(2, 2, 128, 8, requires_grad=True) for _ in range(3)]
     documents = (torch.arange(128) >= 50).long().expand(2, -1)
     mask = AttentionMask(SlidingWindow(40, 16), causal=True, num_heads=2)

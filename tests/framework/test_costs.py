@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dlo_framework.costs import FlopCounter, OperatorCounter
-from dlo_plugins.pipeline.model_stages import flop_costs
-from dlo_plugins.planner.model_profile import profile_model
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.pipeline.model_stages import flop_costs
+from dlo_plugins.plan.model_profile import profile_model
+from dlo_tasks.language.causal_lm import CausalLM
 
 ROWS, LENGTH = 2, 16
 LLAMA = {

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.module import data_parallel_coordinates, per_rank_batch
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume, as_replayed
+from dlo_framework.run.resume import ExactResume, as_replayed
 from support.trainers import quiet_trainer
 
 SIZE, BATCH, EPOCHS = 40, 4, 3

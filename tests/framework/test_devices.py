@@ -25,10 +25,10 @@ from dlo_framework.distributed.strategy import BackwardBuckets, ShardedStrategy
 from dlo_framework.norms import total_norm
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.ddp_hooks import average_tensors
-from dlo_plugins.context.shared_attention import Ring
-from dlo_plugins.fsdp.row_shards import RowGroup
-from dlo_plugins.sharding.optimizer_shards import FullTensorShard
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.context.shared_attention import Ring
+from dlo_plugins.parallel.fsdp.row_shards import RowGroup
+from dlo_plugins.parallel.optimizer_shards import FullTensorShard
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 
 @pytest.fixture

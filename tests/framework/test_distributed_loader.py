@@ -14,7 +14,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from dlo_framework.data.evaluation import DistributedEvalLoader, UnrepeatedSampler, without_repeats
-from dlo_framework.resume import give_generator
+from dlo_framework.run.resume import give_generator
 
 SIZES = st.integers(1, 23), st.integers(1, 5), st.integers(1, 4)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from dlo_framework import runs
+from dlo_framework.run import runs
 from support.dlo_process import DloProcess
 from support.doc_pages import read_page
 from support.named_sets import isolate_named_sets

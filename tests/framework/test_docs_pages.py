@@ -112,7 +112,7 @@ def accepted(class_path: str) -> set[str]:
         return set(MADE_UP_CLASSES[class_path])
     path = entry_points()[class_path][1] if class_path in entry_points() else class_path
     module, _, name = path.rpartition(".")
-    ours = "dlo_framework.attention"  # Its patterns have short names as values of an option.
+    ours = "dlo_framework.models.attention"  # Its patterns have short names as values of an option.
     homes = [module] if module else [ours, "lightning.pytorch.callbacks", "lightning.pytorch.loggers"]
     cls = next(getattr(home, name) for home in map(importlib.import_module, homes) if hasattr(home, name))
     assert inspect.isclass(cls)

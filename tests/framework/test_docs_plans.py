@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH, LENGTH, CLASSES = 16, 4, 6

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from support.trainers import quiet_trainer
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -170,7 +170,7 @@ class First(Callback):
 
 def test_a_run_without_the_average_goes_on_from_the_trained_weights(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("dlo_framework.resume.rank_zero_info", said.append)
+    monkeypatch.setattr("dlo_framework.run.resume.rank_zero_info", said.append)
     path, reference = tmp_path / "mid.ckpt", Reference()
     run(tmp_path, Save(7, path), reference, max_epochs=3).fit(Net(), loader(), loader(1))
     dropped, kept = Net(), Net()

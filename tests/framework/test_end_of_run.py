@@ -22,13 +22,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from timm.optim import Lion
 from torch.utils.data import TensorDataset
 
-from dlo_framework import runs
 from dlo_framework.checkpoint import SafeCheckpointIO, load, step_of
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import LastCheckpoint, add_default_callbacks
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 from dlo_framework.watch.summary import RunRecord
 
 

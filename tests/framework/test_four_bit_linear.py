@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
-from dlo_framework.four_bit_linear import (
+from dlo_framework.models.four_bit_linear import (
     LEVELS,
     FourBitLinear,
     dequantise,

@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework import runs
 from dlo_framework.checkpoint import load, resumptions
 from dlo_framework.defaults import BestIfLogged, add_default_callbacks
 from dlo_framework.distributed.strategy import SingleProcessStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 from dlo_framework.stop import GracefulStop
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_plugins.commands.simulated_run import count_ranks_and_nodes
+from dlo_plugins.parallel.mesh.simulated_run import count_ranks_and_nodes
 
 MESH = ("mesh", "--config", "llm/quickstart", "--trainer.strategy", "MeshStrategy", "--data.init_args.batch_size", "32")
 

@@ -11,7 +11,7 @@ from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection, size_multiple
+from dlo_framework.models.model_sizes import accept_any_size, check_sizes, find_objection, size_multiple
 from dlo_tasks.imagenet.timm_sizes import bias_at, expand_relative_bias
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -360,7 +360,7 @@ def test_images_have_three_channels_where_the_first_convolution_has_others():
 
 
 LIBRARY = """
-from dlo_framework.model_sizes import ImageModels
+from dlo_framework.models.model_sizes import ImageModels
 from torch import nn
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from dlo_framework.process_setup import import_without_collection, shorten_warnings, silence_warnings
+from dlo_framework.run.process import import_without_collection, shorten_warnings, silence_warnings
 
 
 def test_lightnings_tip_on_tensor_cores_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
@@ -24,7 +24,7 @@ def test_dlos_own_warnings_are_one_line_of_text(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     shorten_warnings()
     shorten_warnings()
-    told = warnings.formatwarning("too long", UserWarning, "/a/dlo_tasks/llm/positions.py", 58, "warn(x)")
+    told = warnings.formatwarning("too long", UserWarning, "/a/dlo_tasks/language/positions.py", 58, "warn(x)")
     assert told == "warning: too long\n"
     for file in ("/home/me/train.py", "/home/me/dlo_train.py"):
         assert f"{file}:58: UserWarning: too long" in warnings.formatwarning(

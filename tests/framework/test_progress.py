@@ -7,7 +7,7 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, fraction_seen, optimizer_steps, steps_per_epoch
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 
 
 def run(epoch=0, ready=0, batches=10, max_epochs=4, max_steps=-1, step=0, accumulate=1):

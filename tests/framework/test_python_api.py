@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import dlo_framework as dlo
-from dlo_framework import runs
 from dlo_framework.checkpoint import load
 from dlo_framework.cli.main import main
 from dlo_framework.lock import release_all, start_time, this_process
 from dlo_framework.registry import Registry
+from dlo_framework.run import runs
 
 MODULE = """
 import torch
@@ -91,7 +91,7 @@ def files(run: str) -> set[str]:
 
 
 def test_every_plugin_has_its_name():
-    from dlo_plugins.callbacks.one_cycle import OneCycle
+    from dlo_plugins.schedules.one_cycle import OneCycle
 
     assert dlo.OneCycle is OneCycle
     assert {"OneCycle", "ZeroStrategy", "ImageClassifier", "Trainer", "load_config"} <= set(dir(dlo))

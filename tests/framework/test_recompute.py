@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlo_framework.recompute import recompute
+from dlo_framework.models.recompute import recompute
 
 
 class Counted(nn.Module):

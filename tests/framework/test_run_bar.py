@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.bar import RunBar
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
 

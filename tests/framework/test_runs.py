@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
-from dlo_framework import run_setup, runs
+from dlo_framework import run_setup
 from dlo_framework.checkpoint import load, note_resumption, save
 from dlo_framework.errors import DloError
+from dlo_framework.run import runs
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ import os
 import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
 import pytest
 
-from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.cli.plugin_arguments import expand_arguments, expand_short_names, prefer_plugins
 from dlo_framework.registry import Plugin
+from dlo_framework.run import runs
 
-OURS = {"FSDPStrategy": "dlo_plugins.strategies.fsdp.FSDPStrategy"}
+OURS = {"FSDPStrategy": "dlo_plugins.parallel.fsdp.strategy.FSDPStrategy"}
 
 
 def test_short_names_are_written_in_full_under_class_path_alone():
@@ -38,7 +38,7 @@ def test_short_names_on_the_command_line_are_those_of_plugins():
 def test_jsonargparse_reads_configs_so_until_other_plugins_are_preferred():
     import jsonargparse
 
-    plugin = Plugin("FSDPStrategy", "strategy", "dlo_plugins.strategies.fsdp:FSDPStrategy", "dlo_framework", "0")
+    plugin = Plugin("FSDPStrategy", "strategy", "dlo_plugins.parallel.fsdp.strategy:FSDPStrategy", "dlo_framework", "0")
     before = jsonargparse.get_loader("yaml")
     try:
         prefer_plugins([plugin])

@@ -8,9 +8,9 @@ from dlo_framework.cli.config_scan import read_config, scan
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.yaml_text import MAX_DEPTH, MAX_REPEATED, parse_yaml
-from dlo_plugins.commands.accelerate_config_command import to_yaml
-from dlo_plugins.commands.sweep_command import read_space
-from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.deepspeed.accelerate_command import to_yaml
+from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.sweep.command import read_space
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 REPEATED = "trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {max_epochs: 2}\n"

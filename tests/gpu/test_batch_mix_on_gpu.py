@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlo_plugins.callbacks.batch_mix import (
+from dlo_plugins.images.batch_mix import (
     MODES,
     MixRecipe,
     draw_plan,

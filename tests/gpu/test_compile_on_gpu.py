@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile.callback import Compile
 
 
 class Net(Task):

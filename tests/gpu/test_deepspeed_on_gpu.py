@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import check_same

@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from dlo_plugins.callbacks.lr_finder import LRFinder
-from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
+from dlo_plugins.batches.micro_batch_finder import MicroBatchFinder
+from dlo_plugins.schedules.lr_finder import LRFinder
 
 FEATURES = 2**16  # 256 kB a sample
 MEMORY = 2 * 2**30

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "32-true"),

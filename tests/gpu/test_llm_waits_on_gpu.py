@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dlo_tasks.llm import batches, families
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import batches, families
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 
 

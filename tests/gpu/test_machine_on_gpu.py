@@ -16,8 +16,8 @@ from PIL import Image
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.cli.main import main
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
-from dlo_plugins.callbacks.quantise import Quantise
-from dlo_plugins.planner.machine import parse_machine
+from dlo_plugins.plan.machine import parse_machine
+from dlo_plugins.quantise.callback import Quantise
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.decode import Box
 from dlo_tasks.imagenet.digits import DigitsData

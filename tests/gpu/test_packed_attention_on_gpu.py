@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from dlo_tasks.llm import batches, packed_attention
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import batches, packed_attention
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import GROUPED, VOCABULARY
 
 SIZES = {**GROUPED, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 1024}

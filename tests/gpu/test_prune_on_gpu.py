@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.pruning.layers import NMPattern, check_kernels, nm_mask, use_sparse_kernels
+from dlo_plugins.prune.layers import NMPattern, check_kernels, nm_mask, use_sparse_kernels
 
 
 def test_sparse_kernels_compute_what_dense_ones_do() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from dlo_framework.experts.mixture_options import MixtureOptions
+from dlo_framework.models.experts.mixture_options import MixtureOptions
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.shared_gpu import SharedGPU, share_gpu
 from support.token_batches import FAMILIES, GROUPED, Tokens
 

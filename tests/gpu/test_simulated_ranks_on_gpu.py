@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 
 RANKS, DEPTH, WIDTH = 8, 8, 2048
 #: Bytes a parameter between steps: in half precision and in single precision, by stage. Gradient shards are there.

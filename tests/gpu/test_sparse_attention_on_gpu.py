@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dlo_framework.attention import AttentionMask, BigBird, BSLongformer, FixedSparsity, Prefix, SlidingWindow
-from dlo_framework.attention.masked_attention import masked_attention
+from dlo_framework.models.attention import AttentionMask, BigBird, BSLongformer, FixedSparsity, Prefix, SlidingWindow
+from dlo_framework.models.attention.masked_attention import masked_attention
 
 PATTERNS = [FixedSparsity(64), BSLongformer(64), BigBird(32, True), SlidingWindow(100, 64), Prefix(70, 64)]
 

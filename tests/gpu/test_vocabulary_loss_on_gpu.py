@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dlo_framework.token_loss import PLAIN, TokenLoss
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
-from dlo_tasks.llm.vocabulary_loss import summed_loss, token_losses_and_hits
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.vocabulary_head import VocabularyHead
+from dlo_tasks.language.vocabulary_loss import summed_loss, token_losses_and_hits
 
 TOKENS, WIDTH, VOCABULARY = 1024, 256, 32_000
 

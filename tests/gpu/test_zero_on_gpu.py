@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CASES = [
     (1, {}),

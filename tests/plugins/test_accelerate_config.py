@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_plugins.commands.accelerate_config_command import to_yaml, translate
+from dlo_plugins.deepspeed.accelerate_command import to_yaml, translate
 
 LOCAL = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": 2, "mixed_precision": "no"}
 FSDP = {

@@ -11,12 +11,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
-from dlo_framework.experts.layer import grouped_linear
+from dlo_framework.models.experts.layer import grouped_linear
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.appliers import activation_checkpoint
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.remat.selective_policy import _policy, selective_contexts
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.memory import activation_checkpoint
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.memory.selective_policy import _policy, selective_contexts
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.late import LateStream
 

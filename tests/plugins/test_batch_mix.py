@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
-from dlo_plugins.callbacks.batch_mix import BatchMix, join_plans
+from dlo_plugins.images.batch_mix import BatchMix, join_plans
 from support.trainers import quiet_trainer
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch

@@ -12,7 +12,7 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.stop import RunStopped
-from dlo_plugins.callbacks.batch_mix import BatchMix
+from dlo_plugins.images.batch_mix import BatchMix
 
 
 class Images(Dataset):

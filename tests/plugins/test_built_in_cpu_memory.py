@@ -5,10 +5,10 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 #: Not a device with values; it stands for an accelerator, whose random numbers are others than the CPU's.
 DEVICE = torch.device("meta")

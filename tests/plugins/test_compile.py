@@ -18,15 +18,15 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.appliers.compile_blocks import (
+from dlo_plugins.compile import callback as compiling
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.compile.compile_blocks import (
     compile_in_place,
     compiled_call,
     modules_to_compile,
     set_compiled_call,
 )
-from dlo_plugins.callbacks import compile as compiling
-from dlo_plugins.callbacks.compile import Compile
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.appliers.compile_blocks import CUDA_GRAPHS, CompileBlocks, moving_parameter
-from dlo_plugins.callbacks.compile import Compile, describe_break, without_compile_id
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.compile.callback import Compile, describe_break, without_compile_id
+from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS, CompileBlocks, moving_parameter
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 

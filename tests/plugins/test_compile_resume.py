@@ -12,7 +12,7 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.ema import WeightEMA
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile.callback import Compile
 
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 CALLS: list[int] = []

@@ -18,12 +18,12 @@ from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.appliers.compile_blocks import CUDA_GRAPHS
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.fsdp_nets import Batches, differ, trainer
 
 ROWS, STEPS = 4, 6

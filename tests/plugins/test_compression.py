@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.compression.compressed_all_reduce import (
     BlockLayout,
     block_scales,
@@ -20,6 +19,7 @@ from dlo_plugins.compression.compressed_all_reduce import (
     unpack_signs,
 )
 from dlo_plugins.compression.ddp_hooks import PowerSGD
+from dlo_plugins.compression.gradient_compression import GradientCompression
 from support.compression_by_definition import average_in_one_process, compress
 
 values = st.integers(1, 12).flatmap(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.foreign_transformer import ForeignTask
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}

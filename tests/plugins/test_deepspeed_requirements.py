@@ -15,8 +15,8 @@ from dlo_plugins.deepspeed.config import (
     check_compiler,
     merge_options,
 )
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 
 def available(options, config=None, device="cpu", ranks=4):

@@ -6,9 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.commands.deepspeed_translation import make_nearest_config, task_options, to_config, to_options, to_yaml
 from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.json_file import get
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.deepspeed.trainer_settings import (
     fill_from_trainer,
     get_open_settings,
@@ -16,10 +16,10 @@ from dlo_plugins.deepspeed.trainer_settings import (
     infer_ranks,
     read_settings,
 )
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.translation import make_nearest_config, task_options, to_config, to_options, to_yaml
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.deepspeed_configs import CONFIGS, RANKS
 
 KEYS = sorted({key for config in CONFIGS.values() for key in config})
@@ -180,7 +180,7 @@ def test_a_tasks_options_fit_the_tasks():
     from timm.optim import list_optimizers
 
     from dlo_tasks.imagenet.classifier import ImageClassifier
-    from dlo_tasks.llm.causal_lm import CausalLM
+    from dlo_tasks.language.causal_lm import CausalLM
 
     for config in CONFIGS.values():
         found, _ = task_options(merge_options({}, config))

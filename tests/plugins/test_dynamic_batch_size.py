@@ -15,8 +15,9 @@ from dlo_framework.data import Position, ResumableDataModule, Window
 from dlo_framework.data.sampler import plan_epoch
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
+from dlo_framework.run.position import check_max_epochs, parse_position, value_at
 from dlo_framework.stop import RunStopped
-from dlo_plugins.callbacks.dynamic_batch_size import (
+from dlo_plugins.batches.dynamic_batch_size import (
     DynamicBatchSize,
     LRDecay,
     NoiseEstimate,
@@ -25,8 +26,7 @@ from dlo_plugins.callbacks.dynamic_batch_size import (
     noise_and_signal,
     window,
 )
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.callbacks.run_position import check_max_epochs, parse_position, value_at
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.trainers import quiet_trainer
 
 SAMPLES = 70

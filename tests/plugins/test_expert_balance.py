@@ -10,15 +10,15 @@ from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts import MixtureOptions
+from dlo_framework.models.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.expert_balance import ExpertBalance, balance_scalars
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.experts.expert_balance import ExpertBalance, balance_scalars
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}

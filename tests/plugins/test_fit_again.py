@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dlo_framework.data import ResumableDataModule
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.schedules.one_cycle import OneCycle
 
 OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 

@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_leaves
 
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
-from dlo_framework.recompute import recompute
+from dlo_framework.models.recompute import recompute
 from dlo_framework.registry import Registry
 from dlo_framework.shards import Layout
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.precision_policy import mixed_precision
-from dlo_plugins.fsdp.row_shards import row_range
-from dlo_plugins.fsdp.sharded_optimizers import UsedParams
-from dlo_plugins.fsdp.sharding import check_reshard, match_units, separable_units
-from dlo_plugins.mesh.mesh_engine import MeshEngine
-from dlo_plugins.mesh.parallelize import ParallelState
-from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.fsdp.precision_policy import mixed_precision
+from dlo_plugins.parallel.fsdp.row_shards import row_range
+from dlo_plugins.parallel.fsdp.sharded_optimizers import UsedParams
+from dlo_plugins.parallel.fsdp.sharding import check_reshard, match_units, separable_units
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.mesh_engine import MeshEngine
+from dlo_plugins.parallel.mesh.parallelize import ParallelState
 
 # --- the mesh -------------------------------------------------------------------------------------------------
 

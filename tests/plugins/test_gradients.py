@@ -19,7 +19,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.gradients import (
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.gradients.clipping_and_noise import (
     AdaptiveGradientClipping,
     GradientNoise,
     IndexedNoise,
@@ -28,10 +29,9 @@ from dlo_plugins.callbacks.gradients import (
     noise_deviation,
     norm_scales,
 )
-from dlo_plugins.pruning.layers import last_linear, match_or_last
-from dlo_plugins.sharding.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
-from dlo_plugins.sharding.user_code import JointGradients
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.parallel.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
+from dlo_plugins.parallel.user_code import JointGradients
+from dlo_plugins.prune.layers import last_linear, match_or_last
 from support.trainers import quiet_trainer
 
 SHAPES = [(8, 3, 3, 3), (8, 1, 3, 3), (5, 8), (8,), (1, 4, 6), (1,), ()]
@@ -273,7 +273,7 @@ def test_gradients_on_a_disk_are_refused():
 @pytest.mark.parametrize("chunk", [1, 6, 12, 1 << 20])
 def test_a_slices_noise_is_that_of_the_full_tensor(shape, chunk, monkeypatch):
     """Rows, columns, a flat range that begins inside a row, and interleaved runs of columns, in chunks of any size."""
-    monkeypatch.setattr("dlo_plugins.callbacks.gradients.CHUNK", chunk)
+    monkeypatch.setattr("dlo_plugins.gradients.clipping_and_noise.CHUNK", chunk)
     full = torch.zeros(shape)
     IndexedNoise(1, 2).add_("weight", full, 0.5)
     assert not (full == 0).any()

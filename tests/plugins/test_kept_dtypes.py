@@ -12,10 +12,10 @@ from torchmetrics import MeanMetric, SumMetric
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
 from dlo_framework.task import Task
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 FREQUENCY = 0.31415926
 STRATEGIES: dict[str, Any] = {

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.low_precision import SCHEMES, LowPrecision
-from dlo_plugins.callbacks.quantise import Quantise
-from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward, multiply, multiply_rows, round_rows
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.tensor import regions
-from dlo_plugins.tensor.projections import RowProduct
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.tensor import regions
+from dlo_plugins.parallel.tensor.projections import RowProduct
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.quantise.callback import Quantise
+from dlo_plugins.quantise.low_precision import SCHEMES, LowPrecision
+from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward, multiply, multiply_rows, round_rows
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.low_precision import LowPrecision
-from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward, shares_maximum
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.quantise.low_precision import LowPrecision
+from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward, shares_maximum
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
 CONFIG = {"model_type": "llama", **FAMILIES["llama"]}

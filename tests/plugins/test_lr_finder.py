@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.stop import GracefulStop, RunStopped
-from dlo_plugins.callbacks.lr_finder import (
+from dlo_plugins.schedules.lr_finder import (
     SUGGESTIONS,
     LRFinder,
     Sweep,
@@ -28,7 +28,7 @@ from dlo_plugins.callbacks.lr_finder import (
     sweep_rates,
     valley,
 )
-from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.named_sets import isolate_named_sets
 from support.trainers import quiet_trainer
 

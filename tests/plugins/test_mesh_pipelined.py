@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.mesh.pipelined_task import PipelinedTask, concat_batches
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.pipelined_task import PipelinedTask, concat_batches
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 from support.waits import Waits
 
 

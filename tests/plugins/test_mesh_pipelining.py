@@ -8,11 +8,11 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.pipelined_task import PipelineOptions, check_task, forward_costs
-from dlo_plugins.pipeline.model_stages import balance_stages, parameter_costs
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions, check_task, forward_costs
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.pipeline.model_stages import balance_stages, parameter_costs
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 6}
 

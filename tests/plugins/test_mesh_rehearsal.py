@@ -20,14 +20,14 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import grouped_mm
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.mesh import mesh_simulation
-from dlo_plugins.mesh.pipelined_task import forward_costs
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.tp_plan import Coverage, measure_coverage
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh import mesh_simulation
+from dlo_plugins.parallel.mesh.pipelined_task import forward_costs
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.tensor.tp_plan import Coverage, measure_coverage
+from dlo_plugins.schedules.one_cycle import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 
 WIDTH, HEADS, TOKENS = 48, 6, 8

@@ -12,17 +12,17 @@ from dlo_framework import Task
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.mesh import mesh_simulation as simulation
-from dlo_plugins.mesh.mesh_description import (
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh import mesh_simulation as simulation
+from dlo_plugins.parallel.mesh.mesh_description import (
     MeshDescription,
     RankStateBytes,
     collapse_ranges,
     describe_mesh,
     groups_along,
 )
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.simulated_ranks import SimulatedRank, simulate_ranks
 from support.token_batches import GROUPED, LENGTH, VOCABULARY
 

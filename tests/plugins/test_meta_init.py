@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 
 @pytest.mark.parametrize("make", [ZeroStrategy, FSDPStrategy, MeshStrategy])

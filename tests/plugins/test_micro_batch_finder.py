@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.lr_finder import LRFinder
-from dlo_plugins.callbacks.micro_batch_finder import (
+from dlo_plugins.batches.micro_batch_finder import (
     ActivationBudget,
     BatchPool,
     MicroBatchFinder,
@@ -29,8 +28,9 @@ from dlo_plugins.callbacks.micro_batch_finder import (
     keep_global_batch,
     predict_share,
 )
-from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.schedules.lr_finder import LRFinder
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
 
@@ -296,7 +296,7 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {tests!r})
 from test_micro_batch_finder import AMPLE, MicroBatchFinder, Net, ZeroStrategy, fit
-from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 
 class Uneven(Net):
     def training_step(self, batch, batch_idx):

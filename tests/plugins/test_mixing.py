@@ -9,7 +9,7 @@ from scipy.stats import ks_2samp
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target, rand_bbox
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.batch_mix import (
+from dlo_plugins.images.batch_mix import (
     MODES,
     MixPlan,
     MixRecipe,

@@ -16,7 +16,7 @@ from dlo_plugins.optimizers.flat_state import FlatState
 from dlo_plugins.optimizers.lamb import BoundedLamb
 from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8
 from dlo_plugins.optimizers.quantised_lamb import Lamb8bit
-from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.parallel.optimizer_probe import probe_optimizer
 from dlo_tasks import optim
 from dlo_tasks.imagenet.classifier import ImageClassifier
 

@@ -6,8 +6,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.lr_curves import find_schedulers, group_peaks
-from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import find_schedulers, group_peaks
+from dlo_plugins.schedules.one_cycle import OneCycle
 from support.trainers import quiet_trainer
 
 

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dlo_framework.data import Position, ResumableDataModule
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume
-from dlo_plugins.callbacks.progressive_resizing import (
+from dlo_framework.run.position import parse_position
+from dlo_framework.run.resume import ExactResume
+from dlo_plugins.images.progressive_resizing import (
     GrowingSize,
     ProgressiveResizing,
     StepSizes,
@@ -25,7 +26,6 @@ from dlo_plugins.callbacks.progressive_resizing import (
     replace_images,
     resize_images,
 )
-from dlo_plugins.callbacks.run_position import parse_position
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData

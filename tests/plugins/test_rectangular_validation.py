@@ -18,7 +18,7 @@ from torchvision.transforms import functional as vision
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
+from dlo_plugins.images.rectangular_validation import RectangularValidation
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.digits import DigitsData

@@ -7,7 +7,7 @@ import math
 import torch
 
 from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
-from dlo_plugins.sharding.stochastic_rounding import StochasticSteps, element_indices, hash_bits, round_stochastically
+from dlo_plugins.parallel.stochastic_rounding import StochasticSteps, element_indices, hash_bits, round_stochastically
 
 
 def test_the_mean_over_all_bits_is_the_value_and_both_neighbours_are_adjacent() -> None:

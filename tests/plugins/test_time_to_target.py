@@ -11,8 +11,8 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.time_to_target import (
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.profile.time_to_target import (
     LOG,
     RESULT,
     TimeToTarget,

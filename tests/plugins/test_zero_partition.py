@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.sharding.flat_slices import FlatPartition, assign_balanced
-from dlo_plugins.strategies.zero import _may_read_weights
+from dlo_plugins.parallel.flat_slices import FlatPartition, assign_balanced
+from dlo_plugins.parallel.zero.strategy import _may_read_weights
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)

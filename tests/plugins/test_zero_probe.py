@@ -5,7 +5,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.parallel.optimizer_probe import probe_optimizer
 
 
 def parameters() -> list[nn.Parameter]:

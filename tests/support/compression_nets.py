@@ -10,8 +10,8 @@ from timm.optim import Lamb
 from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
-from dlo_plugins.callbacks.gradient_compression import GradientCompression
+from dlo_framework.run.resume import ExactResume
+from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer

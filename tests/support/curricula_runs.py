@@ -15,17 +15,17 @@ from torch import Tensor
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_framework.run.resume import ExactResume
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.text_data import TextData
 from support.texts import lines, sentences
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_framework.run.resume import ExactResume
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import Again
 

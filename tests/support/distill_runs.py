@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from dlo_framework.data import ResumableDataModule
-from dlo_plugins.callbacks.distill import Distill
+from dlo_plugins.distill.callback import Distill
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, LENGTH, Tokens
 
 #: Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.

@@ -183,7 +183,7 @@ class Kind(NamedTuple):
 
 
 def causal_lm() -> LightningModule:
-    from dlo_tasks.llm.causal_lm import CausalLM
+    from dlo_tasks.language.causal_lm import CausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": "qwen3", **sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}

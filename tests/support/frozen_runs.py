@@ -15,7 +15,7 @@ from dlo_framework.checkpoint import load
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.fsdp_nets import Batches, trainer
 
 CLASSES, SIZE, ROWS, LENGTH, VOCABULARY, STEPS = 5, 16, 8, 16, 64, 3

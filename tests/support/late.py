@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.context import shared_attention
-from dlo_plugins.pipeline.exchange import Link
-from dlo_plugins.zero import flat_group
+from dlo_plugins.parallel.context import shared_attention
+from dlo_plugins.parallel.pipeline.exchange import Link
+from dlo_plugins.parallel.zero import flat_group
 
 
 class LateWork:

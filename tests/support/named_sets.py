@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dlo_plugins.callbacks.lr_finder import SUGGESTIONS
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
+from dlo_plugins.schedules.lr_finder import SUGGESTIONS
 
 
 def isolate_named_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
-from dlo_framework.resume import ExactResume
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.fsdp_nets import Batches, differ, trainer
 

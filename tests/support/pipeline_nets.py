@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.pipeline.actions import Action, ActionKind
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, flushes
+from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, flushes
 
 
 @dataclass
@@ -157,8 +157,8 @@ def resnet(micro_batches: int) -> Case:
 def language(model_type: str, micro_batches: int, packed: bool = False, **options: Any) -> Case:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dlo_tasks.llm.language_models import hidden_states
-    from dlo_tasks.llm.language_plans import plan_for
+    from dlo_tasks.language.language_models import hidden_states
+    from dlo_tasks.language.language_plans import plan_for
 
     sizes = {
         "vocab_size": 61, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,

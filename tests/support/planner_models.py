@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.plan.model_profile import ModelProfile, profile_model
+from dlo_tasks.language.causal_lm import CausalLM
 
 
 class _Windows:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from dlo_framework.frozen_model import FrozenModel
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.preference_data import PreferenceData
-from dlo_tasks.llm.preference_lm import PreferenceLM
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.preference_data import PreferenceData
+from dlo_tasks.language.preference_lm import PreferenceLM
 from support.texts import WORDS, lines, word_tokenizer
 from support.token_batches import FAMILIES
 

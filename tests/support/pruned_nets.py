@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from dlo_framework.checkpoint import load
-from dlo_plugins.callbacks.prune import Prune
+from dlo_plugins.prune.callback import Prune
 from support.curricula_runs import fit, images, seeded
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from dlo_plugins.remat.schedule import Chain, Keep, Mode, Node, Recompute, Stage
+from dlo_plugins.memory.schedule import Chain, Keep, Mode, Node, Recompute, Stage
 
 
 def random_chain(rng: random.Random, length: int, modes: int = 1, loss: bool = True) -> Chain:

@@ -8,7 +8,7 @@ the host has ended, and in use from the start of its copy to the device.
 import itertools
 from dataclasses import dataclass, field, replace
 
-from dlo_plugins.remat.schedule import Chain, Keep, Link, Node, Recompute, Transfer
+from dlo_plugins.memory.schedule import Chain, Keep, Link, Node, Recompute, Transfer
 from support.remat_search import all_nodes
 
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from dlo_plugins.remat.schedule import Keep, Node, Recompute
+from dlo_plugins.memory.schedule import Keep, Node, Recompute
 
 
 @functools.cache

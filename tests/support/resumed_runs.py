@@ -27,27 +27,27 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 import dlo_framework
-from dlo_framework import runs
 from dlo_framework.checkpoint import load
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_framework.resume import mid_accumulation
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.freeze import Freeze
-from dlo_plugins.callbacks.gradients import GradientNoise
-from dlo_plugins.callbacks.layer_drop import LayerDrop
-from dlo_plugins.callbacks.lr_curves import WSD, WarmRestarts
-from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
-from dlo_plugins.callbacks.prune import Prune
-from dlo_plugins.callbacks.quantise import Quantise
-from dlo_plugins.callbacks.schedule_free import ScheduleFree
-from dlo_plugins.callbacks.sequence_length import SequenceLength
-from dlo_plugins.callbacks.token_drop import TokenDrop
+from dlo_framework.run import runs
+from dlo_framework.run.resume import mid_accumulation
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.curriculum.freeze import Freeze
+from dlo_plugins.curriculum.layer_drop import LayerDrop
+from dlo_plugins.curriculum.sequence_length import SequenceLength
+from dlo_plugins.curriculum.token_drop import TokenDrop
+from dlo_plugins.gradients.clipping_and_noise import GradientNoise
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.prune.callback import Prune
+from dlo_plugins.quantise.callback import Quantise
+from dlo_plugins.schedules.lr_curves import WSD, WarmRestarts
+from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.schedule_free import ScheduleFree
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.optim import build_optimizer
 from support.curricula_runs import STRATEGIES, images, prepare_texts, texts
 

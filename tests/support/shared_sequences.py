@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_plugins.context.sequence_layout import shard_sequence
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.context.context_parallel import ContextParallel
+from dlo_plugins.parallel.context.sequence_layout import shard_sequence
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 
 LENGTH, ROWS = 16, 2

@@ -10,9 +10,9 @@ from dlo_framework import Task
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import Coordinates, MeshSpec
-from dlo_plugins.fsdp.sharding import ShardedModule
-from dlo_plugins.mesh.mesh_description import RankStateBytes
-from dlo_plugins.mesh.mesh_simulation import fix_split, simulated_rank
+from dlo_plugins.parallel.fsdp.sharding import ShardedModule
+from dlo_plugins.parallel.mesh.mesh_description import RankStateBytes
+from dlo_plugins.parallel.mesh.mesh_simulation import fix_split, simulated_rank
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.shards import get_layout
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_tasks.imagenet.timm_models import plan_for as plan_for_images
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.language_models import find_head, hidden_states
-from dlo_tasks.llm.language_plans import plan_for as plan_for_text
-from dlo_tasks.llm.vocabulary_loss import summed_loss
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.language_models import find_head, hidden_states
+from dlo_tasks.language.language_plans import plan_for as plan_for_text
+from dlo_tasks.language.vocabulary_loss import summed_loss
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

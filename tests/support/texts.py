@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.step_tokens import AccumulationPlan, TextBatchSampler
 
 TEXT = "the loss of a packed document equals its loss alone and no window sees another one twice"
 WORDS = TEXT.split()

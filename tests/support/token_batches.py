@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from dlo_framework.data import ResumableDataModule, data_parallel_coordinates
-from dlo_tasks.llm import language_models
+from dlo_tasks.language import language_models
 
 VOCABULARY, LENGTH, ROWS = 96, 24, 4
 SMALL = {

@@ -17,7 +17,7 @@ def cache(tmp_path_factory) -> Path:
 def make(tmp_path, cache):
     """Makes the datamodule of some texts."""
 
-    from dlo_tasks.llm.text_data import TextData
+    from dlo_tasks.language.text_data import TextData
 
     def made(texts: list[str] | None = None, **options):
         file = lines(tmp_path / "texts.jsonl", *({"text": text} for text in texts or sentences(60)))

@@ -64,7 +64,7 @@ def test_a_recipe_is_accepted_by_its_classes_and_builds(path):
 def test_deits_student_and_its_teacher_fit_together(monkeypatch):
     """The recipe's Distill accepts both on the meta device; the teacher's weights are not downloaded."""
     from dlo_framework.frozen_model import FrozenModel
-    from dlo_plugins.callbacks.distill import Distill
+    from dlo_plugins.distill.callback import Distill
 
     config = yaml.safe_load((FOLDER / "deit_distilled.yaml").read_text())
     init = next(c["init_args"] for c in config["trainer"]["callbacks"] if c["class_path"] == "Distill")

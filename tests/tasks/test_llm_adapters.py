@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import adapters
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import adapters
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import SMALL
 
 IDS = torch.arange(12).view(2, 6)

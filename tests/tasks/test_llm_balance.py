@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import SMALL
 from support.trainers import quiet_trainer
 

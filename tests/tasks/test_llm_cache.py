@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.token_cache import DamagedTokenCache, Document, TokenStore, verify_checksum, write_store
+from dlo_tasks.language.token_cache import DamagedTokenCache, Document, TokenStore, verify_checksum, write_store
 
 
 def document(ids, learned=None, digest=1, file=0, row=1):

@@ -13,17 +13,17 @@ from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework import attention
-from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm import language_models
-from dlo_tasks.llm.adapters import Lora, add_adapters
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling
-from dlo_tasks.llm.preference_data import PreferenceData
-from dlo_tasks.llm.preference_lm import PreferenceLM
-from dlo_tasks.llm.text_data import TextData
+from dlo_framework.models.four_bit_linear import FourBitLinear
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language import language_models
+from dlo_tasks.language.adapters import Lora, add_adapters
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling
+from dlo_tasks.language.preference_data import PreferenceData
+from dlo_tasks.language.preference_lm import PreferenceLM
+from dlo_tasks.language.text_data import TextData
 from support.simulated_ranks import simulate_ranks
 
 pytestmark = pytest.mark.recipes

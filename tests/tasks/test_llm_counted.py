@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from dlo_tasks.llm import batches, families
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import batches, families
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 from support.trainers import quiet_trainer
 from support.waits import Waits

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from dlo_framework.data import Position, Window
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
-from dlo_framework.resume import ExactResume
-from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_framework.run.resume import ExactResume
+from dlo_tasks.language.batches import IGNORE_INDEX
 from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
 from support.trainers import quiet_trainer
 
@@ -211,7 +211,7 @@ def test_each_batch_knows_the_targets_of_its_step(make, tmp_path, packing, limit
 
 
 def test_steps_that_grow_count_their_own_targets(make, tmp_path):
-    from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+    from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 
     model = Recorder()
     growing = DynamicBatchSize(schedule={0: 4, "50%": 12, "1.5 epochs": 8}, max_micro_batch=4)

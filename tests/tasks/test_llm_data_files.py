@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.tokenizer import END
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.text_data import TextData
+from dlo_tasks.language.tokenizer import END
 from support.texts import CHATML, WORDS, documents_in, lines, sentences, word_tokenizer
 
 # --- the split, the cache ------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_split_without_conversations_is_refused(make, tmp_path):
 
 def tokenised(monkeypatch) -> list[int]:
     """Counts how often files are tokenised from now on."""
-    from dlo_tasks.llm import tokenization
+    from dlo_tasks.language import tokenization
 
     calls: list[int] = []
     original = tokenization.write_store

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.testing import Case, assert_parity
-from dlo_tasks.llm import tokenization
-from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.language import tokenization
+from dlo_tasks.language.text_data import TextData
 
 WORDS = ["the", "loss", "of", "a", "token", "is", "the", "same", "on", "any", "number", "of", "ranks"]
 
@@ -63,7 +63,7 @@ def train_on(folder: str, packing: str) -> tuple[LightningModule, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    from dlo_tasks.llm.tokenizer import embedded_tokenizer
+    from dlo_tasks.language.tokenizer import embedded_tokenizer
 
     generator = np.random.default_rng(0)
     texts = [" ".join(generator.choice(WORDS, generator.integers(2, 30))) for _ in range(80)]

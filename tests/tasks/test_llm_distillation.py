@@ -10,11 +10,11 @@ from dlo_framework.distillation import agreements, logit_losses
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard
 from dlo_framework.testing import run_distributed
-from dlo_plugins.distillation.logit_losses import LogitDistance
-from dlo_tasks.llm import vocabulary_distillation
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.vocabulary_distillation import summed_distillation
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_plugins.distill.logit_losses import LogitDistance
+from dlo_tasks.language import vocabulary_distillation
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.vocabulary_distillation import summed_distillation
+from dlo_tasks.language.vocabulary_head import VocabularyHead
 from support.gathered_weights import free_until_called
 from support.largest_tensor import Largest
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import default_dtype
-from dlo_plugins.callbacks.block_schedule import ModelBlocks, handle_calls
-from dlo_plugins.callbacks.token_drop import TokenDrop
-from dlo_tasks.llm import families
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.document_isolation import document_spans, documents_of
+from dlo_plugins.curriculum.block_schedule import ModelBlocks, handle_calls
+from dlo_plugins.curriculum.token_drop import TokenDrop
+from dlo_tasks.language import families
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.document_isolation import document_spans, documents_of
 from support.causal_types import REFUSED, TYPES, tiny
 
 #: Lengths of the documents of two rows.

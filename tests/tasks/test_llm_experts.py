@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework.experts import Mixture, find_mixtures
+from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.shards import Box
-from dlo_tasks.llm import model_folders
-from dlo_tasks.llm.language_plans import plan_for
+from dlo_tasks.language import model_folders
+from dlo_tasks.language.language_plans import plan_for
 from support.causal_types import TYPES, tiny
 
 #: Families of the ordinary test, with the modules that hold router and experts.

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dlo_framework.cli.main import main
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.tokenizer import embedded_tokenizer
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.tokenizer import embedded_tokenizer
 from support.token_batches import SMALL
 from support.trainers import quiet_trainer
 

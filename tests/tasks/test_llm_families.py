@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import families, language_models
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import families, language_models
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.token_batches import SMALL, small_model
 

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
-from dlo_framework.four_bit_linear import FourBitLinear
-from dlo_tasks.llm import adapters
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_framework.models.four_bit_linear import FourBitLinear
+from dlo_tasks.language import adapters
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import SMALL
 
 SIZES: dict[str, Any] = {**SMALL, "hidden_size": 64, "intermediate_size": 96}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dlo_tasks.llm import language_models
-from dlo_tasks.llm.generation import Sampling, complete_ids
+from dlo_tasks.language import language_models
+from dlo_tasks.language.generation import Sampling, complete_ids
 from support.token_batches import FAMILIES
 
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

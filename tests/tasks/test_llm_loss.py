@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlo_framework.distributed.vocab_parallel import set_shard
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
-from dlo_tasks.llm import vocabulary_loss
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
-from dlo_tasks.llm.vocabulary_loss import Kernel, summed_loss, token_losses_and_hits
+from dlo_tasks.language import vocabulary_loss
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.vocabulary_head import VocabularyHead
+from dlo_tasks.language.vocabulary_loss import Kernel, summed_loss, token_losses_and_hits
 from support.gathered_weights import free_until_called
 from support.largest_tensor import Largest
 

@@ -16,17 +16,17 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.token_loss import TokenLoss
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.sharded_modules import install_vocabulary
-from dlo_plugins.tensor.tp_plan import local_range
-from dlo_tasks.llm import vocabulary_loss
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling, SoftcappedLogits, complete_ids
-from dlo_tasks.llm.preference_lm import PreferenceLM
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
-from dlo_tasks.llm.vocabulary_loss import summed_loss, token_losses_and_hits
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.tensor.sharded_modules import install_vocabulary
+from dlo_plugins.parallel.tensor.tp_plan import local_range
+from dlo_tasks.language import vocabulary_loss
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling, SoftcappedLogits, complete_ids
+from dlo_tasks.language.preference_lm import PreferenceLM
+from dlo_tasks.language.vocabulary_head import VocabularyHead
+from dlo_tasks.language.vocabulary_loss import summed_loss, token_losses_and_hits
 from support.token_batches import FAMILIES, Tokens
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
@@ -247,8 +247,8 @@ LIGER = """
 import torch
 from torch import nn
 from dlo_framework.token_loss import TokenLoss
-from dlo_tasks.llm import vocabulary_loss
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.language import vocabulary_loss
+from dlo_tasks.language.vocabulary_head import VocabularyHead
 torch.manual_seed(0)
 linear, hidden = nn.Linear(16, 50), (3 * torch.randn(23, 16)).requires_grad_()
 targets = torch.randint(50, (23,))

@@ -17,13 +17,13 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.data import ResumableLoader
 from dlo_framework.errors import DloError
-from dlo_framework.resume import ExactResume
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
-from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.token_cache import TokenStore
-from dlo_tasks.llm.token_windows import JoinedWindows
-from dlo_tasks.llm.tokenization import tokenize_in_processes
+from dlo_framework.run.resume import ExactResume
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.step_tokens import AccumulationPlan, TextBatchSampler
+from dlo_tasks.language.text_data import TextData
+from dlo_tasks.language.token_cache import TokenStore
+from dlo_tasks.language.token_windows import JoinedWindows
+from dlo_tasks.language.tokenization import tokenize_in_processes
 from support.texts import lines, sentences
 from support.token_files import documents, write_megatron
 from support.trainers import quiet_trainer

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlo_framework.distributed.strategy import SingleProcessStrategy
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.compile import Compile
-from dlo_tasks.llm import language_models
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.evaluation import count_token_bytes
-from dlo_tasks.llm.generation import Sampling, complete_ids, end_tokens, pad_left
+from dlo_plugins.compile.callback import Compile
+from dlo_tasks.language import language_models
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.evaluation import count_token_bytes
+from dlo_tasks.language.generation import Sampling, complete_ids, end_tokens, pad_left
 from support.causal_types import tiny
 from support.texts import word_tokenizer
 from support.token_batches import SMALL

@@ -11,8 +11,8 @@ import pytest
 from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache, RemoteFile, Storage, find_files
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.token_sources import TokenFiles, open_tokens
-from dlo_tasks.llm.token_windows import TokenWindows
+from dlo_tasks.language.token_sources import TokenFiles, open_tokens
+from dlo_tasks.language.token_windows import TokenWindows
 from support.object_stores import STORES, serve_store
 from support.token_files import documents, npy, write_megatron, write_tar
 

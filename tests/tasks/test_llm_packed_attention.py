@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import batches, families, language_models, packed_attention
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling, complete_ids
+from dlo_tasks.language import batches, families, language_models, packed_attention
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling, complete_ids
 from support.fsdp_nets import trainer
 from support.largest_tensor import Largest
 from support.token_batches import FAMILIES, GROUPED, VOCABULARY, Tokens, small_model

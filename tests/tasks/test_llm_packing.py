@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.packing import count_targets, cut_documents, pack_best_fit
-from dlo_tasks.llm.step_tokens import bucket_by_length
+from dlo_tasks.language.packing import count_targets, cut_documents, pack_best_fit
+from dlo_tasks.language.step_tokens import bucket_by_length
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:

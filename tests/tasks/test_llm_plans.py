@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.plan import Rule
-from dlo_tasks.llm import adapters
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.language_plans import plan_for
+from dlo_tasks.language import adapters
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.language_plans import plan_for
 from support.causal_types import tiny
 from support.token_batches import SMALL
 

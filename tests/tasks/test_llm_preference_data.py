@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.preference_data import PreferenceData
-from dlo_tasks.llm.preference_records import style_preferences, with_quotes
+from dlo_tasks.language.preference_data import PreferenceData
+from dlo_tasks.language.preference_records import style_preferences, with_quotes
 from support.preferences import data, write_pairs, write_tokenizer
 from support.texts import CHATML, lines
 

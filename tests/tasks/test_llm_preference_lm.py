@@ -17,20 +17,20 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dlo_framework.attention import Attention, BSLongformer, DenseSparsity, Prefix
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
-from dlo_tasks.llm import model_folders, preference_losses, vocabulary_loss
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.preference_lm import PreferenceLM
-from dlo_tasks.llm.preference_losses import OBJECTIVES
-from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.vocabulary_head import VocabularyHead
-from dlo_tasks.llm.vocabulary_loss import token_log_probs
+from dlo_framework.models.attention import Attention, BSLongformer, DenseSparsity, Prefix
+from dlo_tasks.language import model_folders, preference_losses, vocabulary_loss
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.preference_lm import PreferenceLM
+from dlo_tasks.language.preference_losses import OBJECTIVES
+from dlo_tasks.language.text_data import TextData
+from dlo_tasks.language.vocabulary_head import VocabularyHead
+from dlo_tasks.language.vocabulary_loss import token_log_probs
 from support.preferences import build, data, write_pairs, write_tokenizer
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import language_models
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.chat import encode_prompts, encode_request, format_prompt, read_prompts
-from dlo_tasks.llm.generation import (
+from dlo_tasks.language import language_models
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.chat import encode_prompts, encode_request, format_prompt, read_prompts
+from dlo_tasks.language.generation import (
     Sampling,
     check_generation_length,
     check_windows,
@@ -110,7 +110,7 @@ def test_what_is_no_prompt_is_named(asked, name, content, message):
 
 
 def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path, monkeypatch):
-    from dlo_tasks.llm import generation
+    from dlo_tasks.language import generation
 
     tokenizer = word_tokenizer({"<end>": 0, "the": 1, "loss": 2}, closes=True)
     assert tokenizer("the loss")["input_ids"] == [1, 2, 0]

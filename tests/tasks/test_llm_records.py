@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.chat import assistant_spans, encode_conversation, encode_request, read_prompts
-from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
-from dlo_tasks.llm.tokenization import encode_pairs, encode_texts
-from dlo_tasks.llm.tokenizer import (
+from dlo_tasks.language.chat import assistant_spans, encode_conversation, encode_request, read_prompts
+from dlo_tasks.language.records import content_hash, expand_patterns, read_records
+from dlo_tasks.language.tokenization import encode_pairs, encode_texts
+from dlo_tasks.language.tokenizer import (
     END,
     PADDING,
     PLAIN_CHAT_TEMPLATE,
@@ -383,7 +383,7 @@ def test_the_embedded_tokenizer_writes_any_text_and_is_trained_once(tmp_path, mo
     assert made.decode(made(text)["input_ids"]) == text
     assert len(made) <= 300
     assert (made.eos_token, made.pad_token) == (END, PADDING)
-    monkeypatch.setattr("dlo_tasks.llm.tokenizer._train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("dlo_tasks.language.tokenizer._train", lambda *_: pytest.fail("trained again"))
     again = embedded_tokenizer([tmp_path / "a.txt"], 300, tmp_path / "cache")
     assert fingerprint(again) == fingerprint(made)
 

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from dlo_framework.attention import (
+from dlo_framework.errors import DloError
+from dlo_framework.models.attention import (
     Attention,
     AttentionMask,
     BigBird,
@@ -16,9 +17,8 @@ from dlo_framework.attention import (
     SlidingWindow,
     VariableSparsity,
 )
-from dlo_framework.errors import DloError
-from dlo_tasks.llm import sparse_attention
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language import sparse_attention
+from dlo_tasks.language.causal_lm import CausalLM
 
 LENGTH, HEADS = 60, 4
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 64}

@@ -16,11 +16,11 @@ from dlo_framework.data import Draw
 from dlo_framework.data.mixture import MixOptions
 from dlo_framework.data.remote import BlockCache, RemoteFile, Storage
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
-from dlo_tasks.llm.token_cache import Document, write_store
-from dlo_tasks.llm.token_sources import TokenFiles, open_tokens
-from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows, count_from_begins, document_of
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.step_tokens import AccumulationPlan, TextBatchSampler
+from dlo_tasks.language.token_cache import Document, write_store
+from dlo_tasks.language.token_sources import TokenFiles, open_tokens
+from dlo_tasks.language.token_windows import JoinedWindows, TokenWindows, count_from_begins, document_of
 from support.http_files import serve_folder
 from support.token_files import documents, npy, write_megatron, write_tar
 

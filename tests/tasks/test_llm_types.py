@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import language_models
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.language_plans import plan_for
+from dlo_tasks.language import language_models
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.language_plans import plan_for
 from support.causal_types import REFUSED, TYPES, tiny
 from support.texts import word_tokenizer
 from support.trainers import quiet_trainer

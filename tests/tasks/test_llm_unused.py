@@ -12,10 +12,10 @@ from dlo_framework.distributed import gradient_check
 from dlo_framework.distributed.gradient_check import find_unused, unused_message
 from dlo_framework.distributed.strategy import DataParallelStrategy, register_data_parallel
 from dlo_framework.errors import DloError
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.foreign_transformer import ForeignTask
 

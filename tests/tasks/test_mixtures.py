@@ -10,11 +10,11 @@ from timm.layers.mlp import SwiGLU
 
 from dlo_framework import load_from_checkpoint
 from dlo_framework.errors import DloError
-from dlo_framework.experts import MixtureOptions, find_mixtures
-from dlo_framework.experts.layer import MixtureLayer
+from dlo_framework.models.experts import MixtureOptions, find_mixtures
+from dlo_framework.models.experts.layer import MixtureLayer
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
 
 def test_a_mixture_with_transformers_loss_completes_prompts() -> None:
     task = llama(None, model_type="mixtral", num_local_experts=4, output_router_logits=True)
-    from dlo_tasks.llm.generation import Sampling, complete_ids
+    from dlo_tasks.language.generation import Sampling, complete_ids
 
     ids = torch.randint(96, (2, 5))
     found = complete_ids(task.model, ids, torch.ones_like(ids), Sampling(max_new_tokens=3), None, False)  # type: ignore[arg-type]

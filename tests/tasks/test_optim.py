@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
-from dlo_framework.resume import ExactResume
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_framework.run.resume import ExactResume
+from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 from dlo_tasks import optim
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer

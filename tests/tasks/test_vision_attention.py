@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from dlo_framework.attention import (
+from dlo_framework.errors import DloError
+from dlo_framework.models.attention import (
     Attention,
     AttentionMask,
     BigBird,
@@ -19,7 +20,6 @@ from dlo_framework.attention import (
     SlidingWindow,
     VariableSparsity,
 )
-from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.vision_attention import MaskedAttention, masked_vision_model
 

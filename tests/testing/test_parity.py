@@ -17,7 +17,7 @@ from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import Case, RankFailed, assert_parity, compare_cases
 from dlo_framework.testing.compare import report
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 
 class Points(Dataset):

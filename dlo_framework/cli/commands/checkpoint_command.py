@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         raise DloError(f"unknown command 'dlo checkpoint {first}'{hint or ';'} available: {', '.join(COMMANDS)}")
     given = _parser().parse_args(argv or ["--help"])
     from dlo_framework.checkpoint.store import checkpoint_path
-    from dlo_framework.process_setup import silence_warnings
+    from dlo_framework.run.process import silence_warnings
 
     silence_warnings()
     named = _find_named(given.path, given.run)
@@ -92,7 +92,7 @@ def _find_named(which: str, run: str | None) -> Path | None:
         if run is not None:
             raise DloError(f"--run must come with last or best, got the path {which}; remove --run")
         return None
-    from dlo_framework import runs
+    from dlo_framework.run import runs
 
     folder = _find_run(run)
     if runs.versions(folder):
@@ -102,7 +102,7 @@ def _find_named(which: str, run: str | None) -> Path | None:
 
 def _find_run(run: str | None) -> Path:
     """Returns the folder of a run, or of its versions."""
-    from dlo_framework import runs
+    from dlo_framework.run import runs
 
     root = Path("runs")
     if run is None:

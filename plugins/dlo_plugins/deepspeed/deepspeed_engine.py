@@ -37,8 +37,8 @@ from dlo_plugins.deepspeed.partitions import (
     partition_params,
     segments,
 )
-from dlo_plugins.sharding.optimizer_probe import probe_optimizer
-from dlo_plugins.sharding.stepped_gradients import check_groups
+from dlo_plugins.parallel.optimizer_probe import probe_optimizer
+from dlo_plugins.parallel.stepped_gradients import check_groups
 
 #: Options that let DeepSpeed step torch's optimizers: :func:`_check_elementwise` has tried them, also with offload,
 #: for which DeepSpeed's own would first be compiled.

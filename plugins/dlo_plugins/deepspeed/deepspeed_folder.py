@@ -28,7 +28,7 @@ from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_state
 from dlo_framework.checkpoint.state_tree import make_read_error
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.partitions import Stage3Layout, Stage12Layout
-from dlo_plugins.sharding.flat_slices import FlatSlice
+from dlo_plugins.parallel.flat_slices import FlatSlice
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")

@@ -35,8 +35,8 @@ from dlo_framework.distributed.failure import is_lost_connection
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_framework.strategy_contract import plain_name
-from dlo_plugins.sharding.flat_slices import FlatSlice, find_flat_slices
-from dlo_plugins.sharding.user_code import OutsideUse, calling_module
+from dlo_plugins.parallel.flat_slices import FlatSlice, find_flat_slices
+from dlo_plugins.parallel.user_code import OutsideUse, calling_module
 
 # --- layout -----------------------------------------------------------------------------------------------
 

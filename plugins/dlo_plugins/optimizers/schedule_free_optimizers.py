@@ -4,7 +4,7 @@ The Road Less Scheduled. Defazio et al., 2024, arXiv 2405.15682.
 
 Gradients are computed at ``y``, which the module holds in training; ``z`` is in the optimizer's state; evaluation uses
 their average ``x``, which follows from both: ``x = y + (1 - 1/beta) (z - y)``. The callback
-:class:`~dlo_plugins.callbacks.schedule_free.ScheduleFree` puts it into the module, and tasks add that callback by
+:class:`~dlo_plugins.schedules.schedule_free.ScheduleFree` puts it into the module, and tasks add that callback by
 themselves. Here ``y`` is kept aside meanwhile and put back bit by bit, instead of being computed from ``x`` as the
 package does: so the run does not depend on how often it is evaluated or saved.
 """
@@ -38,7 +38,7 @@ class ScheduleFreeOptimizer(Optimizer):
     #: Shows tasks that the learning rate must have no schedule.
     schedule_free = True
     #: Callback that evaluates and saves the average, which tasks add.
-    callback = "dlo_plugins.callbacks.schedule_free.ScheduleFree"
+    callback = "dlo_plugins.schedules.schedule_free.ScheduleFree"
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dlo_framework import runs
-from dlo_framework.process_setup import end_with_parent
+from dlo_framework.run import runs
+from dlo_framework.run.process import end_with_parent
 
 CONFIG, LOG = "trial.yaml", "trial.log"
 #: Variable of a trial's process with the descriptor of its connection to the worker.

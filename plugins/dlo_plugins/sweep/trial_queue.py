@@ -24,9 +24,9 @@ import optuna
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from dlo_framework import runs
 from dlo_framework.errors import DloError
 from dlo_framework.lock import ProcessLock, RunLock, is_held
+from dlo_framework.run import runs
 from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings, best_value, make_pruner, make_sampler, trial_seed
 

@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from dlo_framework.attention import Attention
 from dlo_framework.data import VOID
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.experts.mixture_options import MixtureOptions, read_options
-from dlo_framework.experts.router_training import RouterTraining
-from dlo_framework.experts.routers import BIAS
+from dlo_framework.models.attention import Attention
+from dlo_framework.models.experts.mixture_options import MixtureOptions, read_options
+from dlo_framework.models.experts.router_training import RouterTraining
+from dlo_framework.models.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import ChannelGroup, Task
 from dlo_tasks import optim

@@ -39,7 +39,7 @@ from timm.models.volo import VOLO
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlo_framework.model_sizes import Size
+from dlo_framework.models.model_sizes import Size
 
 _GRIDS = "_dlo_grids"
 

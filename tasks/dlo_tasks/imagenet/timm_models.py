@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlo_framework.errors import DloError, did_you_mean, unknown_hint
-from dlo_framework.experts import find_mixtures
-from dlo_framework.experts.layer import DenseMLP, MixtureLayer, upcycle
-from dlo_framework.experts.mixture_options import MixtureOptions
-from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection
+from dlo_framework.models.experts import find_mixtures
+from dlo_framework.models.experts.layer import DenseMLP, MixtureLayer, upcycle
+from dlo_framework.models.experts.mixture_options import MixtureOptions
+from dlo_framework.models.model_sizes import accept_any_size, check_sizes, find_objection
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
 from dlo_framework.task import ChannelGroup
 

@@ -43,7 +43,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlo_framework.model_sizes import ImageModels, Size
+from dlo_framework.models.model_sizes import ImageModels, Size
 from dlo_tasks.imagenet.sized_positions import SizedModule, derive, free_positions, position_multiples, substituted
 
 _Swin = SwinTransformer | SwinTransformerV2 | SwinTransformerV2Cr

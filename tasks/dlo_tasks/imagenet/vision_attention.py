@@ -1,4 +1,4 @@
-"""Attention of timm's Vision Transformers under a mask of :mod:`dlo_framework.attention`.
+"""Attention of timm's Vision Transformers under a mask of :mod:`dlo_framework.models.attention`.
 
 Written for timm 1.0. Its attention classes call torch's ``scaled_dot_product_attention`` on all tokens of an image,
 each with projections, rotations, gates and norms of its own. :class:`MaskedAttention` is put before such a class, and
@@ -23,11 +23,11 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dlo_framework.attention import Attention, AttentionMask, DenseSparsity
-from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_mask
-from dlo_framework.attention.attention_options import Kernel, choose_kernel, log_choice
-from dlo_framework.attention.masked_attention import Scores, masked_attention
 from dlo_framework.errors import DloError
+from dlo_framework.models.attention import Attention, AttentionMask, DenseSparsity
+from dlo_framework.models.attention.attention_mask import bind_mask, find_heads, find_mask
+from dlo_framework.models.attention.attention_options import Kernel, choose_kernel, log_choice
+from dlo_framework.models.attention.masked_attention import Scores, masked_attention
 from dlo_tasks.imagenet.sized_positions import derive
 
 _KERNEL = "_dlo_attention_kernel"

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts.auxiliary_loss import attach_loss, follow_gradient, in_micro_batch, set_scale
-from dlo_framework.experts.balance import (
+from dlo_framework.models.experts.auxiliary_loss import attach_loss, follow_gradient, in_micro_batch, set_scale
+from dlo_framework.models.experts.balance import (
     check_routers,
     describe_balance,
     find_routers,
@@ -17,9 +17,9 @@ from dlo_framework.experts.balance import (
     watch_loads,
     watch_losses,
 )
-from dlo_framework.experts.layer import Experts, MixtureLayer
-from dlo_framework.experts.mixture_options import MixtureOptions
-from dlo_framework.experts.routers import expert_scores, load_balancing_loss, router_z_loss
+from dlo_framework.models.experts.layer import Experts, MixtureLayer
+from dlo_framework.models.experts.mixture_options import MixtureOptions
+from dlo_framework.models.experts.routers import expert_scores, load_balancing_loss, router_z_loss
 
 CPU = torch.device("cpu")
 

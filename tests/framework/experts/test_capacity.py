@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts import find_mixtures
-from dlo_framework.experts.balance import describe_balance, limit_capacity, sum_loads, watch_loads
+from dlo_framework.models.experts import find_mixtures
+from dlo_framework.models.experts.balance import describe_balance, limit_capacity, sum_loads, watch_loads
 from support.causal_types import TYPES, tiny
 
 ROWS, LENGTH, FACTOR = 2, 12, 0.75

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts import find_mixtures
+from dlo_framework.models.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlo_framework.experts.layer import DenseMLP, Experts, MixtureLayer, grouped_linear, mixture_of
-from dlo_framework.experts.mixture_options import MixtureOptions
+from dlo_framework.models.experts.layer import DenseMLP, Experts, MixtureLayer, grouped_linear, mixture_of
+from dlo_framework.models.experts.mixture_options import MixtureOptions
 
 
 def experts_of(gated: bool, bias: bool = True, count: int = 4) -> Experts:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts.mixture_options import MixtureOptions, read_options
-from dlo_framework.experts.routers import (
+from dlo_framework.models.experts.mixture_options import MixtureOptions, read_options
+from dlo_framework.models.experts.routers import (
     Router,
     choose_tokens,
     is_within_capacity,

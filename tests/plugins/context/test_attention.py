@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.context import shared_attention
-from dlo_plugins.context.block_attention import Score
-from dlo_plugins.context.context_sequence import ContextSequence
-from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
+from dlo_plugins.parallel.context import shared_attention
+from dlo_plugins.parallel.context.block_attention import Score
+from dlo_plugins.parallel.context.context_sequence import ContextSequence
+from dlo_plugins.parallel.context.sequence_layout import concat_shards, shard_sequence
 
 B, H, D, LENGTH = 3, 4, 8, 45
 

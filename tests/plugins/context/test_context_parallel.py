@@ -13,15 +13,15 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts import MixtureOptions
+from dlo_framework.models.experts import MixtureOptions
+from dlo_framework.models.recompute import recompute
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.recompute import recompute
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.language_plans import plan_for
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.context.context_parallel import ContextParallel
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.language_plans import plan_for
 
 LAYERS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 3, 32, 4, 2, 50
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}

@@ -8,12 +8,12 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import Case, assert_parity, run_distributed
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_plugins.context.gathered_modules import find_parts
-from dlo_plugins.context.transformers_attention import outermost
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.context.context_parallel import ContextParallel
+from dlo_plugins.parallel.context.gathered_modules import find_parts
+from dlo_plugins.parallel.context.transformers_attention import outermost
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import TYPES, tiny
 from support.shared_sequences import compare, inspect_sequence
 from support.token_batches import VOCABULARY, Tokens

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_plugins.context import block_attention
-from dlo_plugins.context.block_attention import (
+from dlo_plugins.parallel.context import block_attention
+from dlo_plugins.parallel.context.block_attention import (
     CUDA_CUDNN,
     CUDA_EFFICIENT,
     CUDA_FLASH,
@@ -22,8 +22,8 @@ from dlo_plugins.context.block_attention import (
     Score,
     kernel_for,
 )
-from dlo_plugins.context.blockwise import MergedOutput, merge
-from dlo_plugins.context.visibility import PairMask
+from dlo_plugins.parallel.context.blockwise import MergedOutput, merge
+from dlo_plugins.parallel.context.visibility import PairMask
 
 B, H, K, D = 2, 4, 2, 8
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_tasks.llm.language_plans import plan_for
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.context.context_parallel import ContextParallel
+from dlo_tasks.language.language_plans import plan_for
 from support.causal_types import tiny
 
 VOCABULARY, B, LENGTH = 97, 3, 43

@@ -7,10 +7,10 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.context import visibility
-from dlo_plugins.context.block_attention import Score
-from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
-from dlo_plugins.context.visibility import (
+from dlo_plugins.parallel.context import visibility
+from dlo_plugins.parallel.context.block_attention import Score
+from dlo_plugins.parallel.context.blockwise import Attention, MergedOutput, attend, attend_backward
+from dlo_plugins.parallel.context.visibility import (
     CountedTensor,
     Documents,
     PairMask,

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.difficulty_order import DifficultyOrder, competence, paced_order, read_scores, token_rarity
+from dlo_plugins.curriculum.difficulty_order import DifficultyOrder, competence, paced_order, read_scores, token_rarity
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 
 

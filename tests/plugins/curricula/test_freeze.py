@@ -13,8 +13,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.freeze import Freeze, FreezeOutSchedule, GroupFactors, UnfreezeSchedule
-from dlo_plugins.callbacks.gradient_compression import GradientCompression
+from dlo_plugins.compression.gradient_compression import GradientCompression
+from dlo_plugins.curriculum.freeze import Freeze, FreezeOutSchedule, GroupFactors, UnfreezeSchedule
 from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
 
 

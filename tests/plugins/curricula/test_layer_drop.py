@@ -13,11 +13,11 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing.record import Recorder
-from dlo_plugins.callbacks.block_schedule import handle_calls
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.layer_drop import LayerDrop, draw_kept, keep_probabilities, progressive_theta
-from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.callbacks.stochastic_depth import StochasticDepthSchedule, depth_factor
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.curriculum.block_schedule import handle_calls
+from dlo_plugins.curriculum.layer_drop import LayerDrop, draw_kept, keep_probabilities, progressive_theta
+from dlo_plugins.curriculum.stochastic_depth import StochasticDepthSchedule, depth_factor
+from dlo_plugins.memory.rotor_callback import Rotor
 from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
 
 

@@ -11,12 +11,12 @@ import torch
 from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.sequence_length import (
+from dlo_plugins.curriculum.sequence_length import (
     SequenceLength,
     split_rows,
     truncate_rows,
 )
-from dlo_tasks.llm import batches
+from dlo_tasks.language import batches
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 
 

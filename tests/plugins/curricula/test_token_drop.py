@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.token_drop import TokenDrop, draw_tokens, kept_tokens, select_arguments
+from dlo_plugins.curriculum.token_drop import TokenDrop, draw_tokens, kept_tokens, select_arguments
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 
 

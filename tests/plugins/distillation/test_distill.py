@@ -16,14 +16,14 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates, OnPolicy, split_batch
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.distill.callback import AttentionTransfer, Distill, HiddenStates, OnPolicy, split_batch
+from dlo_plugins.images.batch_mix import BatchMix
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import find_prompts, join_completions
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import find_prompts, join_completions
 from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer

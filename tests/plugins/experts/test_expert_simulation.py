@@ -7,9 +7,9 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.mesh.mesh_description import MeshDescription, describe_mesh
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.simulated_ranks import simulate_ranks
 

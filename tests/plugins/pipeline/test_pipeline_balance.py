@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.pipeline.model_stages import balance_stages, flop_costs, parameter_costs
+from dlo_plugins.parallel.pipeline.model_stages import balance_stages, flop_costs, parameter_costs
 from support.pipeline_nets import coatnet, language, plain, resnet, vit
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
-from dlo_plugins.callbacks.pipeline_timeline import draw_comparison, simulate_ideal
-from dlo_plugins.pipeline.actions import Action, ActionKind
-from dlo_plugins.pipeline.exchange import Transport
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import make_schedule
-from dlo_plugins.pipeline.simulation import MeasuredCosts
+from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
+from dlo_plugins.parallel.pipeline.exchange import Transport
+from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.parallel.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts
+from dlo_plugins.parallel.pipeline.timeline import draw_comparison, simulate_ideal
 from support.fsdp_nets import found_by, of
 from support.pipeline_nets import FLUSHING, most_in_flight, plain
 

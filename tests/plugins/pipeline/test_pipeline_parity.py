@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
 from support.fsdp_nets import found_by, of
 from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, language, plain, vit
 

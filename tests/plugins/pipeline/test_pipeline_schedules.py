@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import NamedFunctions
 from dlo_framework.registry import Registry
-from dlo_plugins.mesh.pipelined_task import PipelineOptions
-from dlo_plugins.pipeline import pipeline_schedules
-from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
-from dlo_plugins.pipeline.pipeline_schedules import (
+from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions
+from dlo_plugins.parallel.pipeline import pipeline_schedules
+from dlo_plugins.parallel.pipeline.actions import Action, ActionKind, Placement
+from dlo_plugins.parallel.pipeline.pipeline_schedules import (
     SCHEDULES,
     Schedule,
     ScheduleRule,
@@ -25,7 +25,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     make_schedule,
     splits_backward,
 )
-from dlo_plugins.pipeline.simulation import StageCosts, dependencies, simulate, theoretical_bubble
+from dlo_plugins.parallel.pipeline.simulation import StageCosts, dependencies, simulate, theoretical_bubble
 from support.named_sets import isolate_named_sets
 from support.pipeline_nets import most_in_flight
 
@@ -241,8 +241,8 @@ def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) 
 # --- schedules of a user's own --------------------------------------------------------------------------------
 
 OWN = """
-from dlo_plugins.pipeline.actions import Action, ActionKind
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
 
 
 @SCHEDULES.register("OneByOne")

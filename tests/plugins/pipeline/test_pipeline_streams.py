@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from dlo_plugins.pipeline import exchange
-from dlo_plugins.pipeline.actions import ActionKind
-from dlo_plugins.pipeline.exchange import Exchange, TensorLayout
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_schedule
+from dlo_plugins.parallel.pipeline import exchange
+from dlo_plugins.parallel.pipeline.actions import ActionKind
+from dlo_plugins.parallel.pipeline.exchange import Exchange, TensorLayout
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_schedule
 
 _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 

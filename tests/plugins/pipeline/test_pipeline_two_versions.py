@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.pipeline.pipeline_engine import DelayedStep, Pipeline
-from dlo_plugins.pipeline.weight_grads import WeightVersion
+from dlo_plugins.parallel.pipeline.pipeline_engine import DelayedStep, Pipeline
+from dlo_plugins.parallel.pipeline.weight_grads import WeightVersion
 from support.pipeline_nets import Case, language, plain
 
 STEPS = 5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dlo_plugins.pipeline.weight_grads import WeightGradients
+from dlo_plugins.parallel.pipeline.weight_grads import WeightGradients
 
 
 class Net(nn.Module):

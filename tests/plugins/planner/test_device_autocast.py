@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.planner.model_profile import device_autocast
+from dlo_plugins.plan.model_profile import device_autocast
 
 _WIDTH = 8
 #: Functions of models, with operands `[4, 8]` in half precision. `rms_norm` is left out: torch 2.11 does not cast it.

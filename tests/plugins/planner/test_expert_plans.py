@@ -13,18 +13,18 @@ import yaml
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.mesh_description import describe_mesh
-from dlo_plugins.planner.layout import Layout, Request, StateFormat
-from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch
-from dlo_plugins.planner.rank_memory import MemoryModel
-from dlo_plugins.planner.rank_verification import shorten_axes
-from dlo_plugins.planner.run_memory import read_layout
-from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.planner.work import Share
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.mesh.mesh_description import describe_mesh
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.plan.layout import Layout, Request, StateFormat
+from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.plan.model_profile import ModelProfile, profile_model
+from dlo_plugins.plan.plan_search import _RECOMPUTE, PlanSearch
+from dlo_plugins.plan.rank_memory import MemoryModel
+from dlo_plugins.plan.rank_verification import shorten_axes
+from dlo_plugins.plan.run_memory import read_layout
+from dlo_plugins.plan.step_time import TimeModel
+from dlo_plugins.plan.work import Share
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.planner_models import llama
 from support.simulated_ranks import simulate_ranks

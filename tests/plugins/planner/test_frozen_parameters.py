@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.model_profile import ModelProfile
-from dlo_plugins.planner.plan_report import profile_formats
-from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.planner.step_time import TimeModel
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.plan.layout import Layout, StateFormat
+from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.plan.model_profile import ModelProfile
+from dlo_plugins.plan.plan_report import profile_formats
+from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.plan.step_time import TimeModel
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 
 CONFIG = {
     **{"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512},

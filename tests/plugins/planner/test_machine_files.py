@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.planner.machine import load_machine, machine_names, parse_machine
-from dlo_plugins.planner.work import Product
+from dlo_plugins.plan.machine import load_machine, machine_names, parse_machine
+from dlo_plugins.plan.work import Product
 
 
 def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
@@ -50,7 +50,7 @@ def test_a_group_over_nodes_uses_the_cards_of_all_its_ranks() -> None:
 
 
 def _content() -> dict[str, object]:
-    from dlo_plugins.planner.machine import _FOLDER
+    from dlo_plugins.plan.machine import _FOLDER
 
     content: dict[str, object] = yaml.safe_load(_FOLDER.joinpath("h100.yaml").read_text())
     return content

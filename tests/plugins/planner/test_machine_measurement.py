@@ -8,10 +8,10 @@ import torch
 import yaml
 
 from dlo_framework.cli.main import main
-from dlo_plugins.planner import measurement
-from dlo_plugins.planner.machine import parse_machine
-from dlo_plugins.planner.measurement import RankMeasurement, machine_content
-from dlo_plugins.planner.plan_config import read_device
+from dlo_plugins.plan import measurement
+from dlo_plugins.plan.machine import parse_machine
+from dlo_plugins.plan.measurement import RankMeasurement, machine_content
+from dlo_plugins.plan.plan_config import read_device
 
 CONFIG = """
 trainer: {accelerator: cpu, devices: 2, max_steps: 2}

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.planner.model_profile import profile_model
-from dlo_plugins.planner.work import Product, Share
+from dlo_plugins.plan.model_profile import profile_model
+from dlo_plugins.plan.work import Product, Share
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.planner_models import gpt, llama
 

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from dlo_plugins.planner.plan_report import measure_optimizer
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.plan.plan_report import measure_optimizer
+from dlo_tasks.language.causal_lm import CausalLM
 
 CONFIG = {
     **{"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 256},

@@ -9,10 +9,10 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.planner.layout import Layout, Request, StateFormat
-from dlo_plugins.planner.machine import Host, load_machine
-from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch
-from dlo_plugins.planner.step_time import split_blocks
+from dlo_plugins.plan.layout import Layout, Request, StateFormat
+from dlo_plugins.plan.machine import Host, load_machine
+from dlo_plugins.plan.plan_search import _RECOMPUTE, PlanSearch
+from dlo_plugins.plan.step_time import split_blocks
 from support.planner_models import llama
 
 
@@ -241,7 +241,7 @@ def test_a_pipelines_first_stage_keeps_most_micro_batches() -> None:
 
 
 def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
-    from dlo_plugins.pipeline.model_stages import balance_stages
+    from dlo_plugins.parallel.pipeline.model_stages import balance_stages
 
     draw = random.Random(1)
     for _ in range(200):

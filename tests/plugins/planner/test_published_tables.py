@@ -10,10 +10,10 @@ from statistics import mean
 import pytest
 
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.machine import Machine, load_machine
-from dlo_plugins.planner.rank_memory import MemoryModel
-from dlo_plugins.planner.step_time import TimeModel
+from dlo_plugins.plan.layout import Layout, StateFormat
+from dlo_plugins.plan.machine import Machine, load_machine
+from dlo_plugins.plan.rank_memory import MemoryModel
+from dlo_plugins.plan.step_time import TimeModel
 from support.planner_models import gpt, llama
 
 GIB = 2**30

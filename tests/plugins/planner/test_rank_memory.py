@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from dlo_framework.mesh import Coordinates, MeshSpec
-from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.plan_report import profile_run, state_format
-from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.plan.layout import Layout, StateFormat
+from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.plan.plan_report import profile_run, state_format
+from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.plan.step_time import TimeModel
+from dlo_tasks.language.causal_lm import CausalLM
 from support.planner_models import llama
 from support.token_batches import GROUPED
 

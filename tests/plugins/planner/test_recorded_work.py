@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dlo_plugins.planner.operation_recorder import Operation, Record, Recorder, summarise
+from dlo_plugins.plan.operation_recorder import Operation, Record, Recorder, summarise
 
 X = torch.ones(4, 8, 16)
 WEIGHT, BIAS = torch.ones(16), torch.zeros(16)

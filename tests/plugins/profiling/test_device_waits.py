@@ -5,7 +5,7 @@ import linecache
 import torch
 
 from dlo_framework.finite import _Flag
-from dlo_plugins.profiling.device_waits import WaitRecorder
+from dlo_plugins.profile.device_waits import WaitRecorder
 
 
 def waits_of(run) -> list:

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.profiling import energy_callback
-from dlo_plugins.profiling.energy_callback import Energy, count_codecarbon, count_nvml, count_rapl, find_counters
+from dlo_plugins.profile import energy as energy_callback
+from dlo_plugins.profile.energy import Energy, count_codecarbon, count_nvml, count_rapl, find_counters
 from support.monitored import Net, fit
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dlo_framework import Task
 from dlo_framework.data import ResumableDataModule
-from dlo_plugins.profiling.memory_table import memory_table
+from dlo_plugins.profile.memory_table import memory_table
 
 CONFIG: dict[str, Any] = {"trainer": {"accelerator": "cpu"}, "data": {"init_args": {"batch_size": 8}}}
 

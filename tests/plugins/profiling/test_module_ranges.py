@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_plugins.profiling.module_ranges import ModuleRanges, NvtxRanges, profiled_modules
+from dlo_plugins.profile.module_ranges import ModuleRanges, NvtxRanges, profiled_modules
 
 
 class Log:

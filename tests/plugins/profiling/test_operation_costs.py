@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from dlo_plugins.profiling.operations import Work, operator_cost
-from dlo_plugins.profiling.step_breakdown import HostFrames, Phases, parse_trace
+from dlo_plugins.profile.operations import Work, operator_cost
+from dlo_plugins.profile.step_breakdown import HostFrames, Phases, parse_trace
 
 
 def traced_flops(run, path) -> float:

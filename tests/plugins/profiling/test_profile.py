@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
-from dlo_plugins.profiling.operations import ATTENTION, DATA, KINDS, MATRIX, OPTIMIZER
-from dlo_plugins.profiling.profile_callback import Profile
-from dlo_plugins.profiling.rank_profile import find_straggler, rank_steps
+from dlo_plugins.profile.callback import Profile
+from dlo_plugins.profile.operations import ATTENTION, DATA, KINDS, MATRIX, OPTIMIZER
+from dlo_plugins.profile.rank_profile import find_straggler, rank_steps
 from support.monitored import Net, fit, is_the_step
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlo_plugins.profiling.operations import (
+from dlo_plugins.profile.operations import (
     ATTENTION,
     COPIES,
     DATA,
@@ -18,8 +18,8 @@ from dlo_plugins.profiling.operations import (
     kind_of_kernel,
     kind_of_operator,
 )  # fmt: skip
-from dlo_plugins.profiling.rank_profile import group_modules, memory_timeline
-from dlo_plugins.profiling.step_breakdown import MARK, MODULE, Breakdown, HostFrames, Phases, break_down, parse_trace
+from dlo_plugins.profile.rank_profile import group_modules, memory_timeline
+from dlo_plugins.profile.step_breakdown import MARK, MODULE, Breakdown, HostFrames, Phases, break_down, parse_trace
 
 
 def op(name: str, start: float, end: float, category: str = "cpu_op", thread: int = 1, **args: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlo_plugins.profiling.rank_profile import RankStep, find_straggler
+from dlo_plugins.profile.rank_profile import RankStep, find_straggler
 
 
 def step(compute: float = 80, wait: float = 10, data: float = 2, host: float = 8) -> RankStep:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.prune import (
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.prune.callback import (
     Prune,
     TicketStart,
     cubic_sparsity,
@@ -24,9 +25,8 @@ from dlo_plugins.callbacks.prune import (
     read_masks,
     save_masks,
 )
-from dlo_plugins.callbacks.start_from import StartFrom
-from dlo_plugins.pruning.layers import NMPattern, follows_pattern
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.prune.layers import NMPattern, follows_pattern
+from dlo_plugins.weights.start_from import StartFrom
 from support.pruned_nets import masks_of, weights_of
 from support.trainers import quiet_trainer
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dlo_plugins.callbacks.prune import cubic_sparsity, magnitude_masks, ticket_sparsity
-from dlo_plugins.pruning.layers import NMPattern, follows_pattern, keep_largest, nm_mask
-from dlo_plugins.pruning.pruned_shards import Keys, find_cut, order_keys
+from dlo_plugins.prune.callback import cubic_sparsity, magnitude_masks, ticket_sparsity
+from dlo_plugins.prune.layers import NMPattern, follows_pattern, keep_largest, nm_mask
+from dlo_plugins.prune.pruned_shards import Keys, find_cut, order_keys
 
 
 def one_process(values: torch.Tensor) -> torch.Tensor:

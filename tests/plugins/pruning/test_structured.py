@@ -8,7 +8,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.pruning.structured import (
+from dlo_plugins.prune.structured import (
     _check_weights,
     channel_scores,
     find_units,
@@ -19,7 +19,7 @@ from dlo_plugins.pruning.structured import (
     unit_scores,
 )
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -16,12 +16,12 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.quantise import Quantise, fitting_period, scheduled_bits
-from dlo_plugins.quantisation import post_training as reports
-from dlo_plugins.quantisation import schemes
-from dlo_plugins.quantisation.export import program_device, program_input
-from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
-from dlo_plugins.quantisation.schemes import QuantisationOptions
+from dlo_plugins.quantise import post_training as reports
+from dlo_plugins.quantise import schemes
+from dlo_plugins.quantise.callback import Quantise, fitting_period, scheduled_bits
+from dlo_plugins.quantise.export import program_device, program_input
+from dlo_plugins.quantise.post_training import EvaluationData, PostTraining
+from dlo_plugins.quantise.schemes import QuantisationOptions
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer

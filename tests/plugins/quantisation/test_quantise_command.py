@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlo_framework import runs
 from dlo_framework.cli.main import main
-from dlo_plugins.quantisation import post_training as reports
-from dlo_plugins.quantisation.schemes import affine_grid, fake_quantise, symmetric_grid
+from dlo_framework.run import runs
+from dlo_plugins.quantise import post_training as reports
+from dlo_plugins.quantise.schemes import affine_grid, fake_quantise, symmetric_grid
 from support.texts import lines, sentences
 
 CONFIG = """

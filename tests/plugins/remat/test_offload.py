@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.offload import OffloadProgram, solve_offload
-from dlo_plugins.remat.rotor import LeastMemory, RotorTable, keep_fastest, solve
-from dlo_plugins.remat.schedule import Chain, Keep, Link, Mode, Stage, Transfer, plan_transfers, predict, simulate
+from dlo_plugins.memory.offload import OffloadProgram, solve_offload
+from dlo_plugins.memory.rotor import LeastMemory, RotorTable, keep_fastest, solve
+from dlo_plugins.memory.schedule import Chain, Keep, Link, Mode, Stage, Transfer, plan_transfers, predict, simulate
 from support.remat_chains import equal_chain, random_chain, random_nodes
 from support.remat_events import all_offloaded, run_events
 

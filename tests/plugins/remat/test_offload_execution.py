@@ -10,13 +10,13 @@ import torch
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.remat import scheduled_blocks
-from dlo_plugins.remat.allocation_log import AllocationLog
-from dlo_plugins.remat.planning import draw_schedule
-from dlo_plugins.remat.rotor import keep_fastest
-from dlo_plugins.remat.schedule import Chain, Keep, Link, Mode, Recompute, Schedule, Stage, plan_transfers, predict
-from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks, SimulatedLink, StreamLink
+from dlo_plugins.memory import scheduled_blocks
+from dlo_plugins.memory.allocation_log import AllocationLog
+from dlo_plugins.memory.planning import draw_schedule
+from dlo_plugins.memory.rotor import keep_fastest
+from dlo_plugins.memory.rotor_callback import Rotor
+from dlo_plugins.memory.schedule import Chain, Keep, Link, Mode, Recompute, Schedule, Stage, plan_transfers, predict
+from dlo_plugins.memory.scheduled_blocks import ScheduledBlocks, SimulatedLink, StreamLink
 from support.late import LateStream
 from support.rotor_runs import Seen, VirtualClock, assert_same, train
 

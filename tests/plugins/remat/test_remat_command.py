@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.commands.remat_command import main
+from dlo_plugins.memory.command import main
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dlo_plugins.remat.schedule import (
+from dlo_plugins.memory.schedule import (
     Keep,
     Link,
     Mode,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.rotor import LeastMemory, RotorTable, keep_fastest, solve, solve_alone
-from dlo_plugins.remat.schedule import Chain, Keep, Mode, Recompute, Stage, predict, simulate
+from dlo_plugins.memory.rotor import LeastMemory, RotorTable, keep_fastest, solve, solve_alone
+from dlo_plugins.memory.schedule import Chain, Keep, Mode, Recompute, Stage, predict, simulate
 from support.remat_chains import equal_chain, random_chain, time_and_peak
 from support.remat_search import all_nodes
 

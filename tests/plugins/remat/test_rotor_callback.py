@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
-from dlo_framework.recompute import recompute
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.remat.planning import Plan
+from dlo_framework.models.recompute import recompute
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.memory.planning import Plan
+from dlo_plugins.memory.rotor_callback import Rotor
 from support.rotor_runs import STEPS, Block, Seen, assert_same, train
 
 

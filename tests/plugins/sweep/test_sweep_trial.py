@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.callbacks.sweep_trial import SweepTrial, restart_group
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_plugins.sweep.sweep_trial import SweepTrial, restart_group
 from dlo_plugins.sweep.trial_process import CONNECTION
 
 

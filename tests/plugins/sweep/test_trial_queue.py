@@ -262,7 +262,7 @@ def test_a_trials_config_has_the_values_and_the_callback_last():
 
 def test_a_worker_imports_neither_torch_nor_lightning():
     code = (
-        "import sys, dlo_plugins.sweep.sweep_worker, dlo_plugins.commands.sweep_command;"
+        "import sys, dlo_plugins.sweep.sweep_worker, dlo_plugins.sweep.command;"
         "print({'torch', 'lightning', 'ray', 'matplotlib', 'plotly'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

@@ -9,9 +9,9 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.llm import adapters
-from dlo_tasks.llm.adapters import Lora
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_tasks.language import adapters
+from dlo_tasks.language.adapters import Lora
 from support.tensor_models import compare, language_model, plan_of, text_loss
 
 #: Families whose projections have biases, fused queries, keys and values, a transposed weight, one key/value head.

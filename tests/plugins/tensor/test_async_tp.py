@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers import tensor_parallel
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
-from dlo_plugins.tensor import overlap
-from dlo_plugins.tensor.projections import REGION
+from dlo_plugins.parallel.tensor import overlap, tensor_parallel
+from dlo_plugins.parallel.tensor.projections import REGION
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward
 from support.tensor_models import SIZES, VIT, cut, image_loss, image_model, language_model, text_loss
 
 CHUNKS = 4

@@ -9,14 +9,14 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.tensor import installation
-from dlo_plugins.tensor.inference.block_proof import run_on_threads
-from dlo_plugins.tensor.inference.inferred_rules import infer_rules, lacks_rules
-from dlo_plugins.tensor.installation import install_plan
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.parallel.tensor import installation
+from dlo_plugins.parallel.tensor.inference.block_proof import run_on_threads
+from dlo_plugins.parallel.tensor.inference.inferred_rules import infer_rules, lacks_rules
+from dlo_plugins.parallel.tensor.installation import install_plan
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 
 #: Settings of a small model with multi-head latent attention, whose code computes in double precision throughout.

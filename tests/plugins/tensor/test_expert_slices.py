@@ -12,12 +12,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
-from dlo_framework.experts.layer import Experts
+from dlo_framework.models.experts.layer import Experts
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
-from dlo_plugins.tensor.expert_slices import divide_stacked_experts, install_slices
-from dlo_plugins.tensor.installation import shard_parameters
-from dlo_plugins.tensor.tp_plan import TPPlan
+from dlo_plugins.parallel.tensor.expert_slices import divide_stacked_experts, install_slices
+from dlo_plugins.parallel.tensor.installation import shard_parameters
+from dlo_plugins.parallel.tensor.tp_plan import TPPlan
 
 COUNT, WIDTH, HIDDEN, TOKENS, TOP_K = 4, 6, 8, 10, 2
 GPT_OSS = {"num_local_experts": COUNT, "hidden_size": WIDTH, "intermediate_size": HIDDEN}

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import Rule
 from dlo_framework.task import Task
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.tensor.inference.inferred_rules import InferredRules, infer_rules
-from dlo_plugins.tensor.local_shapes import LocalSizes, local_expansion, local_shape
-from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
+from dlo_plugins.parallel.tensor.inference.inferred_rules import InferredRules, infer_rules
+from dlo_plugins.parallel.tensor.local_shapes import LocalSizes, local_expansion, local_shape
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.parallel.tensor.tp_planner import SHAPING, make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.foreign_transformer import ForeignTask
 
@@ -220,7 +220,7 @@ def test_the_ranks_divide_some_regions_only() -> None:
 
 
 def test_the_models_own_rules_win_and_are_not_proved_again(monkeypatch) -> None:
-    monkeypatch.setattr("dlo_plugins.tensor.inference.inferred_rules.infer_rules", lambda *args: 1 / 0)
+    monkeypatch.setattr("dlo_plugins.parallel.tensor.inference.inferred_rules.infer_rules", lambda *args: 1 / 0)
     task = CausalLM(config=tiny("llama", dropout=False)).on_meta()
     plan = task.parallel_plan()
     assert TensorParallel().complete_plan(task, plan, 2) is plan

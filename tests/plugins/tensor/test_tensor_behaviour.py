@@ -17,9 +17,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.shards import get_layout
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.llm.language_models import hidden_states
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_tasks.language.language_models import hidden_states
 from support.tensor_models import (
     VIT,
     assert_close,

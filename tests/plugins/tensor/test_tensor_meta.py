@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.llm.language_models import find_head
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_tasks.language.language_models import find_head
 from support.tensor_models import (
     assert_close,
     language_model,

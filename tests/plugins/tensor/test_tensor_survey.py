@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.tensor.tp_plan import Divisibility, Division, check_divisibility
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.parallel.tensor.tp_plan import Divisibility, Division, check_divisibility
+from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
 from support.tensor_models import SIZES, VIT, plan_of
 
 

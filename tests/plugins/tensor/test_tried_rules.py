@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework import DloError, ParallelPlan
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from support.odd_modules import INPUTS, WIDTH, Block, Odd, block, put
 
 

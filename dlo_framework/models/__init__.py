@@ -1,0 +1,1 @@
+"""What plug-ins and tasks share about models: attention, experts, sizes, recomputation."""

@@ -1,1 +1,0 @@
-"""Appliers: one class per technique that rewrites a model in place."""

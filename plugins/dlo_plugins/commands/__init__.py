@@ -1,1 +1,0 @@
-"""Commands of ``dlo`` that come with the plug-ins, registered as entry points."""

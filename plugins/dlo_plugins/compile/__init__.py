@@ -1,0 +1,1 @@
+"""torch.compile for a run's model, whole or block by block."""

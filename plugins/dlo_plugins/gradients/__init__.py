@@ -1,0 +1,1 @@
+"""Callbacks that change gradients between backward and the optimizer's step."""

@@ -1,0 +1,434 @@
+"""Survey of a chain of blocks in real steps: bytes in one step, seconds in another, and whether regions are possible.
+
+While it is on, each block recomputes its activations, so that the steps need little memory; their results are those of
+any other step. A block is measured on detached inputs, forward and backward, without an effect on the step: gradients
+are returned and dropped, and random state and buffers are restored. The gradients of parameters are not counted, as a
+step keeps them in any mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dlo_framework.batches import tree_leaves, tree_map
+from dlo_framework.errors import DloError
+from dlo_framework.models.recompute import BufferGuard, checkpointed, recomputes
+from dlo_plugins.memory.allocation_log import AllocationLog, storage_bytes, tensor_storage
+from dlo_plugins.memory.block_calls import RegionCheck, intercept_calls, restore_calls
+from dlo_plugins.memory.schedule import Chain, Mode, Stage
+from dlo_plugins.memory.selective_policy import contexts_for
+
+#: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.memory.schedule.Mode`.
+MODES = ("all", "selective")
+_REPEATS = 3
+#: Share of a block's kept bytes that hooks must see: the rest are small, such as the state of random numbers.
+_MOVABLE_SHARE = 0.99
+
+
+class BlockRun:
+    """Runs of a block on detached copies of a call's arguments.
+
+    Args:
+        block: Block, with its parameters gathered.
+        forward: Forward of the block.
+        args: Arguments of the call.
+        kwargs: Arguments by name.
+        clock: Function that returns seconds.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock, self._block, self._forward, self._given = clock, block, forward, (args, kwargs)
+        self._guard = BufferGuard(block)
+        self._trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+        tensors = [leaf for leaf in tree_leaves(self._given) if isinstance(leaf, Tensor)]
+        self.hidden = storage_bytes(tensors[:1])
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def forward(self, mode: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs forward; returns the inputs and the outputs that have gradients."""
+        args, kwargs = tree_map(_detached, self._given)
+        torch.clear_autocast_cache()
+        if mode == "all":
+            outputs = self._forward(*args, **kwargs)
+        else:
+            context_fn = contexts_for(self._block)
+            outputs = checkpointed(self._forward, *args, guard=self._guard, context_fn=context_fn, **kwargs)
+        torch.clear_autocast_cache()
+        return _differentiable((args, kwargs)), _differentiable(outputs)
+
+    def backward(self, inputs: Sequence[Tensor], outputs: list[Tensor], gradients: list[Tensor]) -> tuple[Any, ...]:
+        """Runs backward; returns the gradients of the inputs and the parameters, None for unused ones."""
+        sources = [*inputs, *self._trained]
+        return torch.autograd.grad(outputs, sources, gradients, allow_unused=True) if outputs and sources else ()
+
+    def count_bytes(self, log: AllocationLog) -> Stage:
+        """Returns the block as a stage with bytes and without seconds.
+
+        Args:
+            log: Log, which is on.
+        """
+        with self._isolated():
+            start = log.mark()
+            args, kwargs = tree_map(_detached, self._given)
+            # With gradients, as in a region: some operators in place copy their input then.
+            torch.clear_autocast_cache()
+            outputs = checkpointed(self._forward, *args, **kwargs)
+            torch.clear_autocast_cache()
+            output = storage_bytes(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+            plain = log.usage(start)
+            del outputs, args, kwargs
+            modes = tuple(self._count_mode(log, mode, output) for mode in self.possible_modes())
+        return Stage("", output, modes, max(0, plain.peak - output))
+
+    def _count_mode(self, log: AllocationLog, mode: str, output: int) -> Mode:
+        start, packed = log.mark(), _PackedBytes()
+        with saved_tensors_hooks(packed.pack, lambda tensor: tensor) if mode == MODES[0] else contextlib.nullcontext():
+            inputs, outputs = self.forward(mode)
+        kept = log.usage(start)
+        saved = max(kept.final, output)
+        # Selective checkpoints keep tensors that no hook sees, and so do functions in attributes of their contexts.
+        movable = mode == MODES[0] and packed.count(log, start, outputs) >= _MOVABLE_SHARE * (saved - output)
+        gradients = [torch.zeros_like(tensor) for tensor in outputs]
+        found = self.backward(inputs, outputs, gradients)
+        own = log.numbers(gradient for gradient in found[len(inputs) :] if gradient is not None)
+        peak = log.usage(start, without=own).peak
+        del found, gradients, inputs, outputs
+        transient = max(0, kept.peak - saved), max(0, peak - saved - output - self.hidden)
+        return Mode(mode, saved, 0.0, 0.0, *transient, movable)
+
+    def possible_modes(self) -> tuple[str, ...]:
+        """Returns the modes in which the block can run: a block that writes into a kept output has only the first."""
+        inputs, outputs = self.forward(MODES[1])
+        try:
+            self.backward(inputs, outputs, [torch.zeros_like(tensor) for tensor in outputs])
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):  # the message of torch 2.11 to 2.15
+                raise
+            return MODES[:1]
+        return MODES
+
+    def measure_seconds(self, modes: int) -> list[tuple[float, float]]:
+        """Returns the seconds of forward and backward in each mode, the shortest of a few runs.
+
+        Args:
+            modes: Number of the modes in which the block can run.
+        """
+        with self._isolated():
+            self._seconds(MODES[0])  # The first run allocates, and chooses kernels.
+            found = [[self._seconds(mode) for _ in range(_REPEATS)] for mode in MODES[:modes]]
+        return [(min(forward for forward, _ in runs), min(backward for _, backward in runs)) for runs in found]
+
+    def _seconds(self, mode: str) -> tuple[float, float]:
+        begin = self._now()
+        inputs, outputs = self.forward(mode)
+        middle = self._now()
+        gradients = [torch.zeros_like(tensor) for tensor in outputs]
+        ready = self._now()
+        self.backward(inputs, outputs, gradients)
+        return middle - begin, self._now() - ready
+
+    def _now(self) -> float:
+        return _seconds(self.device, self._clock)
+
+    @contextlib.contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Restores random state and buffers at the block's end."""
+        owners = [(owner, dict(owner._buffers)) for owner in self._block.modules() if owner._buffers]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            for owner, buffers in owners:
+                owner._buffers.update({name: None if b is None else b.detach().clone() for name, b in buffers.items()})
+            try:
+                yield
+            finally:
+                torch.clear_autocast_cache()
+                for owner, buffers in owners:
+                    owner._buffers.clear()
+                    owner._buffers.update(buffers)
+
+
+def _seconds(device: torch.device, clock: Callable[[], float]) -> float:
+    """Returns a clock's seconds once a device has run what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock()
+
+
+class _PackedBytes:
+    """Bytes of the storages that autograd saves by tensors that hooks see."""
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Counts a tensor that is saved."""
+        storage = tensor_storage(tensor)
+        if storage is not None:
+            self._tensors.append(weakref.ref(storage))
+        return tensor
+
+    def count(self, log: AllocationLog, start: int, outputs: Iterable[Tensor]) -> int:
+        """Returns the bytes of the storages that were allocated from a position in a log on, without the outputs'."""
+        storages = [storage for reference in self._tensors if (storage := reference()) is not None]
+        return log.allocated_bytes(storages, start, log.numbers(outputs))
+
+
+def _detached(value: Any) -> Any:
+    """Returns a tensor apart from its graph; other arguments as they are."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+#: Modules whose hooks on blocks may run once for each execution of a block.
+_KNOWN_HOOKS = ("torch.", "lightning.", "dlo_framework.", "dlo_plugins.", "deepspeed.")
+
+
+class BlockSurvey:
+    """Survey of the blocks of one chain.
+
+    Args:
+        blocks: Blocks, in the order in which the model calls them.
+        names: Names of the blocks.
+        is_last: Whether the model's head and its loss follow the blocks on this rank.
+        parameters: Function that returns the parameters of the model as they are now.
+        clock: Function that returns seconds.
+
+    Attributes:
+        log: Log of the step in which bytes are measured; None in others.
+        times_blocks: Whether the seconds of blocks are measured in this step.
+
+    Raises:
+        DloError: A block recomputes already.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        names: Sequence[str],
+        is_last: bool,
+        parameters: Callable[[], list[Tensor]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.blocks, self.names, self._is_last, self._parameters = list(blocks), list(names), is_last, parameters
+        self._clock = clock
+        self.log: AllocationLog | None = None
+        self.times_blocks = False
+        self._stem = 0
+        self._check = RegionCheck(self.names)
+        self._input = 0
+        self._bytes: dict[int, Stage] = {}
+        self._times: dict[int, list[tuple[float, float]]] = {}  # of forward and backward, in each mode
+        self._gathering: dict[int, float] = {}  # seconds of a block's call before its forward: of its hooks
+        self._called = 0.0
+        self._head: tuple[int, int] | None = None  # positions in the log
+        self._head_gradient: set[int] = set()  # number of the gradient of the head's input, in the log
+        self._head_bytes = self._head_left = 0
+        self._head_seconds = 0.0
+        self._device = torch.device("cpu")
+        known = next((n for n, b in zip(names, blocks, strict=True) if recomputes(b)), None)
+        if known is not None:
+            raise DloError(
+                f"blocks must recompute by Rotor alone, got '{known}' that recomputes already; leave out"
+                " ActivationCheckpoint, and recompute: true of the task and the strategy"
+            )
+        self._guards = [BufferGuard(block) for block in self.blocks]
+        self._resident = {key for block in self.blocks for key in _storages(block.parameters())}
+        self._own_forwards = [block.__dict__.get("forward") for block in self.blocks]
+        for index, block in enumerate(self.blocks):
+            intercept_calls(block, self._handler(index))
+            block.forward = self._measured(index, block)
+
+    def remove(self) -> None:
+        """Makes the blocks run as they did before."""
+        for block, forward in zip(self.blocks, self._own_forwards, strict=True):
+            restore_calls(block)
+            del block.__dict__["forward"]
+            if forward is not None:
+                block.forward = forward
+
+    @property
+    def refusal(self) -> str:
+        """Why the blocks cannot run as regions; empty if they can."""
+        if self._check.refusal:
+            return self._check.refusal
+        hooked = next((n for n, b in zip(self.names, self.blocks, strict=True) if _has_foreign_hook(b)), None)
+        return "" if hooked is None else f"'{hooked}' has a hook that would run again in each recomputation"
+
+    def _handler(self, index: int) -> Callable[..., Any]:
+        def call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            args, kwargs = self._check.enter(index, args, kwargs)
+            if self.times_blocks and index not in self._times:
+                self._called = self._now()
+            # Compiled code is measured uncompiled: its inside cannot be seen.
+            compiled = self.blocks[index].__dict__.pop("_compiled_call_impl", None)
+            try:
+                output = own(*args, **kwargs)
+            finally:
+                if compiled is not None:
+                    self.blocks[index].__dict__["_compiled_call_impl"] = compiled
+            if index + 1 == len(self.blocks) and self._is_last:
+                self._begin_head(output)
+            return self._check.leave(index, output)
+
+        return call
+
+    def _measured(self, index: int, block: nn.Module) -> Callable[..., Any]:
+        forward, guard = block.forward, self._guards[index]
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            run = BlockRun(block, forward, args, kwargs, self._clock)
+            self._device = run.device
+            if self.log is not None and index not in self._bytes:
+                if index == 0:
+                    parameters = self.log.numbers(self._parameters())
+                    self._input = run.hidden
+                    self._stem = max(0, self.log.usage(0, without=parameters).final - run.hidden)
+                found, own = run.count_bytes(self.log), _storages(block.parameters())
+                gathered = sum(size for key, size in own.items() if key not in self._resident)
+                self._bytes[index] = replace(found, gathered=gathered)
+            elif self.times_blocks and index in self._bytes and index not in self._times:
+                self._gathering[index] = self._now() - self._called
+                self._times[index] = run.measure_seconds(len(self._bytes[index].modes))
+            return checkpointed(forward, *args, guard=guard, **kwargs)
+
+        return measured
+
+    def _begin_head(self, output: Any) -> None:
+        """Begins the measurement of the head and the loss, which ends when the last block's output has its gradient."""
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        if self.log is not None and self._head is None:
+            log, start = self.log, self.log.mark()
+
+            def end(gradient: Tensor) -> None:
+                if self._head is None:
+                    self._head, self._head_gradient = (start, log.mark()), log.numbers([gradient])
+
+            self._head = None
+            output.register_hook(end)
+        elif self.times_blocks and not self._head_seconds:
+            begin = self._now()
+
+            def stop(gradient: Tensor) -> None:
+                self._head_seconds = self._head_seconds or self._now() - begin
+
+            output.register_hook(stop)
+
+    def begin_bytes(self, log: AllocationLog) -> None:
+        """Begins the step in which bytes are measured, and calls are checked.
+
+        Args:
+            log: Log, which is on during the step.
+        """
+        self.log, self._check = log, RegionCheck(self.names)
+
+    def end_bytes(self, gradients: Sequence[Tensor]) -> None:
+        """Ends the step in which bytes are measured.
+
+        Args:
+            gradients: Gradients of the parameters, which are not counted.
+        """
+        if self.log is not None and self._head is not None:
+            # Buffers for gradients of parameters do not count either, such as the buckets of a strategy.
+            buffers = self.log.left_by_backward(*self._head) | self.log.numbers(gradients)
+            self._head_left = self.log.usage(*self._head, without=buffers).final
+            found = self.log.usage(*self._head, without=buffers - self._head_gradient, releases=True)
+            self._head_bytes = max(0, found.peak - self._head_left)
+        self.log = None
+
+    def _now(self) -> float:
+        return _seconds(self._device, self._clock)
+
+    @property
+    def stem(self) -> int:
+        """Bytes that are kept beside the chain.
+
+        They are what is kept before the first block, without its input; what is left of the head and the loss while the
+        blocks' backward runs, such as outputs; and copies of buffers, as a region copies those that its blocks change
+        before its forward and for its recomputation.
+        """
+        return self._stem + self._head_left + 2 * sum(guard.copied_bytes for guard in self._guards)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether bytes and seconds of all blocks are known."""
+        return len(self._bytes) == len(self._times) == len(self.blocks)
+
+    def chain(self) -> Chain:
+        """Returns the chain of the blocks and the head.
+
+        The head is one stage that takes its largest memory, forward and backward, above the last block's output.
+        """
+        times, stages = self._smooth_times(), []
+        for index, name in enumerate(self.names):
+            stage, own = self._bytes[index], times[index]
+            modes = tuple(
+                replace(mode, forward=max(forward, own[0][0]), backward=max(backward, own[0][1]))
+                for mode, (forward, backward) in zip(stage.modes, own, strict=True)
+            )  # No mode is faster than keeping all: that is noise.
+            stages.append(replace(stage, name=name, modes=modes))
+        peak = max(0, self._head_bytes - (stages[-1].output if stages else 0))
+        seconds = self._head_seconds
+        stages.append(Stage("head", 0, (Mode("all", 0, seconds / 3, seconds * 2 / 3, 0, peak),)))
+        return Chain(tuple(stages), self._input)
+
+    def _smooth_times(self) -> dict[int, list[tuple[float, float]]]:
+        """Returns the times of the blocks; equal blocks get the medians of theirs, as noise would favour some.
+
+        A block's forward has what its call waits for before it, such as the gathering of its parameters, in each run.
+        """
+        groups: dict[Any, list[int]] = {}
+        for index, block in enumerate(self.blocks):
+            shapes = tuple(parameter.shape for parameter in block.parameters())
+            groups.setdefault((type(block).__qualname__, shapes, self._bytes[index]), []).append(index)
+        found: dict[int, list[tuple[float, float]]] = {}
+        for members in groups.values():
+            waits = statistics.median(self._gathering[n] if self._bytes[n].gathered else 0.0 for n in members)
+            of_modes = zip(*(self._times[n] for n in members), strict=True)
+            medians = [tuple(map(statistics.median, zip(*runs, strict=True))) for runs in of_modes]
+            own = [(forward + waits, backward) for forward, backward in medians]
+            found |= dict.fromkeys(members, own)
+        return found
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Returns the bytes of tensors' storages by address; those of DTensors, which are shards, are left out."""
+    found = (tensor_storage(tensor) for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in found if storage is not None}
+
+
+def _has_foreign_hook(block: nn.Module) -> bool:
+    hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
+    return not all(_module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks)
+
+
+def _module_of(hook: Any) -> str:
+    """Returns the name of the module that defines a function, a partial one too."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""

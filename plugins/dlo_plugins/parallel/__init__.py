@@ -1,0 +1,1 @@
+"""Parallelism: the strategies, their parts, and what they share."""

@@ -1,0 +1,198 @@
+"""Implements context parallelism as an applier, for causal language models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar, get_args
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlo_framework.applier import Applier, Phase
+from dlo_framework.errors import DloError, check_choice
+from dlo_framework.models.experts.balance import find_routers
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.parallel.context import transformers_attention
+from dlo_plugins.parallel.context.context_sequence import ContextSequence, Method
+from dlo_plugins.parallel.context.gathered_modules import Gather, GatheredModules
+from dlo_plugins.parallel.context.shared_attention import heads_error
+
+_AXIS = "cp"
+
+
+class ContextParallel(Applier):
+    """Shards the sequences of a causal language model over the ranks of the mesh's `cp` axis.
+
+    Each rank has two chunks of each sequence, one from its head and one from its tail, so that all ranks have the same
+    work, and the activations of a rank shrink to 1 / cp. Attention is masked between documents packed into a row, and
+    at padding; sliding windows extend across ranks. A length that `2 * cp` does not divide is padded; the padding has
+    no target. Dropout of attention weights and soft-capped scores run without a fused kernel, which is slow.
+
+    It works for causal language models of transformers. Attention of their AttentionInterface is shared. Modules that
+    mix positions in other ways (state-space layers, linear attention, convolutions, attention with biases or masks of
+    its own) get full sequences: each rank computes them in full and keeps its own positions, which is exact, but
+    divides neither their computation nor their activations. Other models, such as vision models, are errors. In
+    compiled blocks attention is an operator of the graph.
+
+    Args:
+        method: Method of attention. `ring`: keys and values rotate among the ranks while blocks of attention are
+            computed, for any number of heads. `ulysses`: an all-to-all exchanges positions for heads, whose number
+            must be divisible by the ranks.
+        gather: Modules that get full sequences. `auto`: those that mix positions in other ways than by attention that
+            can be shared. `all`: all that mix positions, also attention.
+
+    Raises:
+        DloError: The method is unknown.
+    """
+
+    phase: ClassVar[Phase] = Phase.CONTEXT
+    axis: ClassVar[str | None] = _AXIS
+
+    def __init__(self, method: Method = "ring", gather: Gather = "auto") -> None:
+        check_choice("method", method, get_args(Method), "use ring for any number of heads")
+        check_choice("gather", gather, get_args(Gather), "use auto to share all attention that can be")
+        self.method: Method = method
+        self.gathers: Gather = gather
+        self.sequence: ContextSequence | None = None
+        self._module: nn.Module | None = None
+        self._gathering: GatheredModules | None = None
+        self._original = "sdpa"
+        self._runs_full_sequences = False
+        self._shares = False
+
+    def check(self, module: nn.Module, plan: ParallelPlan, cp: int, tp: int = 1) -> None:
+        """Checks that a model's sequence can be shared, before processes start; it may be on the meta device.
+
+        Args:
+            module: Model.
+            plan: Plan of the model.
+            cp: Number of ranks of the axis.
+            tp: Number of ranks over which tensor parallelism divides its heads.
+
+        Raises:
+            DloError: The model cannot be sharded so; the message computes the nearest number of ranks that works.
+        """
+        if cp == 1:
+            return
+        parts = transformers_attention.check_model(module, plan, self.gathers)
+        for model in transformers_attention.outermost(module):
+            heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+            if self.method == "ulysses" and parts.attention and heads is not None and (heads // tp) % cp:
+                raise DloError(heads_error(heads // tp, cp))
+        for router in find_routers(module).values():
+            chooses = getattr(router, "kind", None) == "expert_choice"
+            if chooses or getattr(router, "capacity_factor", None) is not None:
+                given = "router: expert_choice" if chooses else "capacity_factor"
+                raise DloError(
+                    f"cp must be 1 with experts.{given}, which selects among the tokens of a full sequence, got {cp};"
+                    " set cp: 1, or choose experts by top k without a capacity"
+                )
+
+    def describe(self, module: nn.Module, plan: ParallelPlan, cp: int) -> str:
+        """Returns a line about a checked model's attention and the modules that get full sequences; empty for one rank.
+
+        Args:
+            module: Model.
+            plan: Plan of the model.
+            cp: Number of ranks of the axis.
+        """
+        if cp == 1:
+            return ""
+        parts = transformers_attention.check_model(module, plan, self.gathers)
+        found = f"{len(parts.attention)} attention modules share the sequence by {self.method}"
+        kinds = dict.fromkeys(type(module.get_submodule(name)).__name__ for name in parts.gathered)
+        if not kinds:
+            return found
+        more = f"{len(parts.gathered)} modules get full sequences ({', '.join(kinds)})"
+        return f"{found}; {more}: cp does not divide their computation and activations"
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        """Makes the attention modules of `module` compute over sequences sharded over the mesh's `cp` ranks.
+
+        Does nothing on a mesh without that axis, or with one rank of it.
+
+        Raises:
+            DloError: The attention cannot be replaced.
+        """
+        if _AXIS not in (mesh.mesh_dim_names or ()) or mesh[_AXIS].size() == 1:
+            return
+        models = transformers_attention.outermost(module)
+        self._module = module
+        self._original = next((model.config._attn_implementation or "sdpa" for model in models), "sdpa")
+        self.sequence = ContextSequence(mesh[_AXIS].get_group(), self.method)
+        self._gathering = transformers_attention.share_attention(module, plan, self.sequence, self.gathers)
+        self._shares = any(m.config._attn_implementation == transformers_attention.IMPLEMENTATION for m in models)
+
+    def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's shard of a batch that all ranks of the axis have.
+
+        The model's attention uses the batch's documents and padding until the next batch.
+
+        Args:
+            batch: Dict with `input_ids` [B, L]. All tensors of that shape are sharded: `labels` (already shifted by
+                one), `position_ids` (0 at the start of each document; 0, 1, ... if there are none), `attention_mask`
+                (0 for padding); other entries are not changed.
+
+        Raises:
+            DloError: The batch is of another kind.
+        """
+        return batch if self.sequence is None else self.sequence.shard(batch)
+
+    def add_document_counts(self, batch: Any) -> Any:
+        """Returns a CPU batch with counts added on the host, so that :meth:`shard_batch` needs no device wait."""
+        return batch if self.sequence is None else self.sequence.with_counts(batch)
+
+    def select_rows(self, first: int, count: int) -> None:
+        """Selects the rows of the batch for the model's next forward, those of a pipeline's micro-batch.
+
+        Call it before each forward of a micro-batch, and :meth:`restore_rows` before its backward where activations
+        are recomputed. Inside :meth:`use_full_sequences` it does nothing.
+
+        Args:
+            first: Index of the first row.
+            count: Number of rows.
+        """
+        if self.sequence is not None and not self._runs_full_sequences:
+            self.sequence.select_rows(first, count)
+
+    def selected_rows(self) -> Any:
+        """Returns the rows that are selected, with the documents of their batch; None without a shared sequence."""
+        return None if self.sequence is None else self.sequence.selection
+
+    def restore_rows(self, selected: Any) -> None:
+        """Selects rows again, before a backward that recomputes; their batch may be an earlier one.
+
+        Args:
+            selected: Result of :meth:`selected_rows` after the forward.
+        """
+        if self.sequence is not None:
+            self.sequence.selection = selected
+
+    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+        """Returns the full tensor of one that is sharded by positions; without gradients.
+
+        A batch that was padded for sharding keeps its padding.
+
+        Args:
+            part: Shard of this rank.
+            dim: Dimension of the positions.
+        """
+        return part if self.sequence is None else self.sequence.gather(part, dim)
+
+    @contextlib.contextmanager
+    def use_full_sequences(self) -> Iterator[None]:
+        """Makes the model run on full sequences inside the block, on each rank alone, for example to generate text."""
+        if self._module is None:
+            yield
+            return
+        before, self._runs_full_sequences = self._runs_full_sequences, True
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._shares:
+                    stack.enter_context(transformers_attention.own_attention(self._module, self._original))
+                if self._gathering is not None:
+                    stack.enter_context(self._gathering.switched_off())
+                yield
+        finally:
+            self._runs_full_sequences = before

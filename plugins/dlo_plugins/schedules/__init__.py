@@ -1,0 +1,1 @@
+"""Learning-rate schedules, the learning-rate finder, and schedule-free training."""

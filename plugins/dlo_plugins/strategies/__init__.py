@@ -1,1 +1,0 @@
-"""Strategies: Lightning strategies for ZeRO, FSDP, meshes and DeepSpeed, and the simulation of a mesh."""
