@@ -16,15 +16,12 @@ from types import ModuleType
 #: Old path of a module, or of a package with all its modules, and the new one.
 MOVED = {
     "dlo_framework.attention": "dlo_framework.models.attention",
-    "dlo_framework.defaults": "dlo_framework.run.defaults",
     "dlo_framework.experts": "dlo_framework.models.experts",
     "dlo_framework.four_bit_linear": "dlo_framework.models.four_bit_linear",
     "dlo_framework.model_sizes": "dlo_framework.models.model_sizes",
     "dlo_framework.recompute": "dlo_framework.models.recompute",
     "dlo_framework.resume": "dlo_framework.run.resume",
-    "dlo_framework.run_setup": "dlo_framework.run.setup",
     "dlo_framework.runs": "dlo_framework.run.runs",
-    "dlo_framework.stop": "dlo_framework.run.stop",
     "dlo_plugins.appliers.activation_checkpoint": "dlo_plugins.memory.activation_checkpoint",
     "dlo_plugins.appliers.compile_blocks": "dlo_plugins.compile.compile_blocks",
     "dlo_plugins.appliers.context_parallel": "dlo_plugins.parallel.context.context_parallel",
