@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import yaml
 from hypothesis import assume, given, settings
@@ -16,7 +14,7 @@ from dlo_plugins.deepspeed.trainer_settings import (
     infer_ranks,
     read_settings,
 )
-from dlo_plugins.deepspeed.translation import make_nearest_config, task_options, to_config, to_options, to_yaml
+from dlo_plugins.deepspeed.translation import make_nearest_config, task_options, to_config, to_options
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
@@ -102,33 +100,6 @@ def test_the_trainers_part_stands_under_the_trainers_names():
     del config["gradient_accumulation_steps"]
     assert to_config(merge_options({}, config), ranks=4)["accumulate_grad_batches"] == 4
     assert infer_ranks(config) is None
-
-
-def test_the_yaml_says_in_comments_what_it_has_no_place_for(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(CONFIGS["many things of zero 2"] | {"checkpoint": {"load_universal": True}}))
-    text = to_yaml(path, ranks=4)
-    assert f"{path}, for dlo fit" in text
-    assert "data.init_args.batch_size: 16" in text
-    assert "optimizer: adamw" in text
-    assert "schedule: linear, warmup_steps: 50" in text
-    assert "checkpoint has no effect here" in text
-    assert "gradient_clipping" not in text.split("config:")[0]
-    assert yaml.safe_load(text)["trainer"]["accumulate_grad_batches"] == 4
-    path.write_text('{"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true}}')
-    assert "# activation_checkpointing.partition_activations has no effect here: it divides" in to_yaml(path)
-    assert "cpu_checkpointing has no effect" not in to_yaml(path)
-    path.write_text("{}")
-    text = to_yaml(path)
-    assert "DeepSpeed 0.19 clips to 1.0" in text
-    assert "set trainer.devices" in text
-
-
-def test_deepspeeds_own_clipping_is_what_the_comment_says():
-    """Breaks when DeepSpeed's default changes, which the YAML's comment names."""
-    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-
-    assert GRADIENT_CLIPPING_DEFAULT == 1.0
 
 
 # --- as options of a task ----------------------------------------------------------------------------------
@@ -229,13 +200,6 @@ def test_a_json_fills_what_the_trainer_leaves_open():
     same = open_trainer | {"precision": "bf16-mixed", "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
     assert get_open_settings(asked, same) == {}
     assert get_open_settings(merge_options({}), open_trainer) == {}
-
-
-def test_the_accumulation_follows_from_batch_sizes_and_devices():
-    asked = merge_options({}, {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8})
-    assert get_open_settings(asked, {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 1}) == {
-        "accumulate_grad_batches": 2
-    }
 
 
 @pytest.mark.parametrize(
