@@ -20,7 +20,6 @@ from dlo_plugins.plan.machine import load_machine
 from dlo_plugins.plan.model_profile import ModelProfile, profile_model
 from dlo_plugins.plan.plan_search import _RECOMPUTE, PlanSearch
 from dlo_plugins.plan.rank_memory import MemoryModel
-from dlo_plugins.plan.rank_verification import shorten_axes
 from dlo_plugins.plan.run_memory import read_layout
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_plugins.plan.work import Share
@@ -74,22 +73,6 @@ def test_a_profile_has_the_experts_and_what_they_exchange() -> None:
     assert [product.divided for product in grouped] == ["n", "k"]
 
 
-def test_other_mixtures_are_profiled_alike() -> None:
-    """Mixtures that `experts` puts into a dense model, with dlo's own operator, and Llama 4's copies of all tokens."""
-    upcycled = CausalLM(config=tiny("llama"), experts={"count": 4, "top_k": 2, "every": 1}).on_meta()
-    for task, width, choices in ((upcycled, upcycled.model.config.hidden_size, 2), (_llama4(), WIDTH, 1)):
-        profile = _profile(task)
-        block = next(block for block in profile.blocks if block.experts.total)
-        assert profile.ep == (1, 2, 4)
-        assert block.exchanged == 2 * choices * LENGTH * width * 4
-    products = [product for block in _profile(upcycled).blocks for product, _ in block.backward.products]
-    assert any(product.is_grouped for product in products)
-
-
-def _llama4() -> Any:
-    return CausalLM(config=tiny("llama4_text")).on_meta()
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -132,20 +115,6 @@ def test_predicted_traffic_is_what_simulated_ranks_send() -> None:
     sent = sum(row.elements for row in found.traffic if row.kind == "all_to_all" and row.axis == "ep")
     # Both count a rank's own share.
     assert 4 * sent == sum(2 * block.exchanged for block in _profile(task).blocks) * rows / spec.cp
-
-
-def test_an_all_to_all_takes_the_links_that_it_crosses() -> None:
-    node, network = H100.node, H100.network
-    assert network is not None
-    within = H100.exchange_seconds(1e9, 4, 1)
-    assert within == pytest.approx(3 * node.latency + 0.75e9 / node.rate(1))
-    across = H100.exchange_seconds(1e9, 8, 1)  # Half of the bytes leave the node, over the rank's own card.
-    assert across == pytest.approx(7 * network.latency + 0.5e9 / network.rate(2))
-    # Ranks of tp are between those of ep.
-    assert H100.exchange_seconds(1e9, 4, 4) == pytest.approx(3 * network.latency + 0.75e9 / network.rate(4))
-    assert H100.exchange_seconds(1e9, 1, 1) == H100.exchange_seconds(0, 4, 1) == 0
-    with pytest.raises(DloError, match=r"must have links.network"):
-        replace(H100, network=None).exchange_seconds(1e9, 8, 1)
 
 
 def test_the_exchange_is_part_of_a_step_and_experts_have_more_rows() -> None:
@@ -204,13 +173,6 @@ def test_fixed_values_of_ep_are_kept_and_refused_with_the_fix() -> None:
     dense = llama(1024, 2816, 8, 8, 8, 1024, 8192)
     with pytest.raises(DloError, match=r"--fix ep must come with a mixture of experts, got 2 for Llama"):
         PlanSearch(dense, H100, StateFormat(), Request(4, 4e9, 8, {"ep": "2"})).run()
-
-
-def test_a_short_mesh_divides_experts_as_the_long_one_does() -> None:
-    short = shorten_axes(MeshSpec(dp_replicate=4, dp_shard=64, cp=3, ep=16))
-    assert short == MeshSpec(dp_replicate=2, dp_shard=2, cp=3, ep=2)
-    assert shorten_axes(MeshSpec(dp_shard=64, ep=64)) == MeshSpec(dp_shard=2, ep=2)
-    assert shorten_axes(MeshSpec(dp_shard=64, ep=16)) == MeshSpec(dp_shard=4, ep=2)  # Two ranks share experts.
 
 
 def test_a_plan_with_ep_is_written_and_passes_dlo_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,27 +85,3 @@ def test_autocast_keeps_casts_where_nothing_gathers_half_precision() -> None:
     assert gathered.gathered < alone.gathered
     # Hidden states have twice the bytes, and rows as many.
     assert 1.1 * gathered.activations < alone.activations < 2 * gathered.activations
-
-
-def test_autocast_casts_no_frozen_weights_in_half_precision() -> None:
-    profile, task = _profile("lora")
-    assert profile.uncast is not None
-    adapters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
-    assert sum(part.cast.total for part in profile.uncast.parts) == adapters
-
-
-def test_recomputed_blocks_keep_no_casts() -> None:
-    profile, _ = _profile()
-    assert profile.uncast is not None
-    whole, again = (_memory(profile, Layout(recompute=mode)).gathered for mode in ("none", "full"))
-    blocks = [2 * block.cast.total for block in profile.uncast.blocks]
-    assert whole - again == sum(blocks[1:])
-
-
-def test_steps_in_backward_keep_no_gradients() -> None:
-    profile, _ = _profile()
-    layout = Layout(MeshSpec(dp_shard=4))
-    machine = load_machine("h100")
-    early = StateFormat("bfloat16", 4, 2, 4, 4, 8.0, autocasts=True, steps_in_backward=True)
-    memory = MemoryModel(TimeModel(profile, machine, early)).largest(layout)
-    assert _memory(profile, layout).gradients - memory.gradients == profile.parameters  # 4 bytes on 4 ranks.

@@ -5,7 +5,6 @@ import yaml
 
 from dlo_framework.errors import DloError
 from dlo_plugins.plan.machine import load_machine, machine_names, parse_machine
-from dlo_plugins.plan.work import Product
 
 
 def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
@@ -17,36 +16,12 @@ def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
         assert all(len(source) > 5 for source in machine.sources.values()), name
 
 
-def test_a_product_takes_the_longer_of_its_operations_and_its_bytes() -> None:
-    machine = load_machine("h100")
-    large, narrow, small = Product(8192, 8192, 8192), Product(1 << 20, 8, 8), Product(16, 16, 16)
-    seconds = {
-        product: machine.product_seconds(product, "bfloat16") - machine.launch for product in (large, narrow, small)
-    }
-    assert seconds[large] == pytest.approx(large.flops / machine.rate("bfloat16") / machine.efficiency)
-    assert seconds[narrow] == pytest.approx(narrow.bytes / machine.bandwidth / machine.bandwidth_efficiency)
-    assert seconds[small] < 0.01 * machine.launch
-
-
 @pytest.mark.parametrize("key", ["kinds", "links.all_reduce"])
 def test_a_section_that_is_gone_says_what_to_use(key: str) -> None:
     content = _content()
     (content["links"] if "." in key else content)[key.rpartition(".")[2]] = {}  # type: ignore[index]
     with pytest.raises(DloError, match=rf"must have keys of name, .* got {key}; remove it: since 0.2"):
         parse_machine(content, "mine.yaml")
-
-
-def test_a_group_over_nodes_uses_the_cards_of_all_its_ranks() -> None:
-    machine = load_machine("h100")
-    inside, across = machine.link_of(8, 1), machine.link_of(64, 1)
-    alone = machine.link_of(8, 8)
-    assert inside[0] >= across[0] > alone[0]
-    assert alone[0] == machine.network.rate(8)  # type: ignore[union-attr]
-    assert across[0] == pytest.approx(min(inside[0], 8 * alone[0]))
-    assert machine.collective_seconds(1e9, 8, 1, reduces_and_gathers=True) == pytest.approx(
-        2 * machine.collective_seconds(1e9, 8, 1)
-    )
-    assert machine.collective_seconds(1e9, 1, 1) == 0
 
 
 def _content() -> dict[str, object]:
@@ -89,15 +64,6 @@ def test_a_constant_that_is_not_positive_is_refused() -> None:
     content["bandwidth"] = {"value": "fast", "source": "guess"}
     with pytest.raises(DloError, match="bandwidth must be a positive number, got 'fast'"):
         parse_machine(content, "mine.yaml")
-
-
-def test_a_machine_without_a_network_plans_one_node_only() -> None:
-    content = _content()
-    del content["links"]["network"]  # type: ignore[attr-defined]
-    machine = parse_machine(content, "mine.yaml")
-    assert machine.collective_seconds(1e9, 8, 1) > 0
-    with pytest.raises(DloError, match=r"must have links\.network"):
-        machine.collective_seconds(1e9, 16, 1)
 
 
 def test_an_unknown_machine_gets_the_nearest_match() -> None:

@@ -12,7 +12,7 @@ from dlo_plugins.plan.machine import load_machine
 from dlo_plugins.plan.model_profile import ModelProfile, profile_model
 from dlo_plugins.plan.plan_search import Candidate, PlanSearch, Rejection
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.plan.rank_verification import RankVerification, shorten_axes
+from dlo_plugins.plan.rank_verification import RankVerification
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_tasks.language.causal_lm import CausalLM
 from support.planner_models import llama
@@ -114,12 +114,6 @@ def test_a_schedule_that_ranks_cannot_run_is_refused_on_all_meshes() -> None:
     assert "ZBV" not in schedules
     assert len(schedules) == 5
     assert set(schedules) <= set(seen) | {"1F1B"}
-
-
-def test_a_short_mesh_has_the_same_axes() -> None:
-    mesh = MeshSpec(pp=16, dp_replicate=9, dp_shard=64, cp=1, tp=8)
-    assert shorten_axes(mesh).sizes == {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 1, "tp": 8}
-    assert shorten_axes(MeshSpec(dp_shard=7)) == MeshSpec(dp_shard=7)
 
 
 def test_if_no_plan_can_run_the_error_is_that_of_the_first() -> None:
