@@ -196,3 +196,40 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Returns whether two states are equal to the bit."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+class _Stop(Callback):
+    """Saves a checkpoint after the fifth batch and ends the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if args[-1] == 4:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def check_resume(
+    folder: Path, make: Callable[[], Callback], data: Callable[[], tuple[Any, Any]], **options: Any
+) -> list[float]:
+    """Checks that a run which stops after its fifth batch goes on to the bit; returns the losses of the whole run.
+
+    Args:
+        folder: Folder for the checkpoints.
+        make: Function that returns the callback of each run.
+        data: Function that returns task and data of each run.
+        options: Options of :func:`fit`.
+    """
+    for name in ("whole", "part", "rest"):
+        (folder / name).mkdir(parents=True)
+    checkpoint = folder / "part.ckpt"
+    seeded()
+    whole, _ = fit(folder / "whole", data(), "auto", 1, [make()], **options)
+    seeded()
+    fit(folder / "part", data(), "auto", 1, [make(), _Stop(checkpoint)], **options)
+    seeded(9)
+    rest, _ = fit(folder / "rest", data(), "auto", 1, [make()], ckpt_path=checkpoint, **options)
+    assert rest == whole[5:]
+    assert same(saved_state(folder / "whole" / "last.ckpt"), saved_state(folder / "rest" / "last.ckpt"))
+    return whole

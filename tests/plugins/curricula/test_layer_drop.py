@@ -18,7 +18,7 @@ from dlo_plugins.curriculum.block_schedule import handle_calls
 from dlo_plugins.curriculum.layer_drop import LayerDrop, draw_kept, keep_probabilities, progressive_theta
 from dlo_plugins.curriculum.stochastic_depth import StochasticDepthSchedule, depth_factor
 from dlo_plugins.memory.rotor_callback import Rotor
-from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
+from support.curricula_runs import check_resume, fit, images, refusal, seeded
 
 
 def test_theta_and_the_keep_probabilities_are_the_papers():
@@ -117,26 +117,8 @@ def test_handlers_of_several_callbacks_are_nested():
 
 
 def test_a_resume_in_the_middle_of_a_step_draws_the_same(tmp_path: Path):
-    options = {"accumulate_grad_batches": 2, "batches": 8}
     make = lambda: LayerDrop(theta=0.2, rate=20, seed=5)
-
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
-                trainer.save_checkpoint(tmp_path / "part.ckpt")
-                trainer.should_stop = True
-
-    homes = [tmp_path / name for name in ("whole", "part", "rest")]
-    for home in homes:
-        home.mkdir()
-    seeded()
-    whole, _ = fit(homes[0], images(), "auto", 1, [make()], **options)
-    seeded()
-    fit(homes[1], images(), "auto", 1, [make(), Stop()], **options)
-    seeded(9)
-    rest, _ = fit(homes[2], images(), "auto", 1, [make()], ckpt_path=tmp_path / "part.ckpt", **options)
-    assert rest == whole[5:]
-    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+    check_resume(tmp_path, make, images, batches=8, accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize(

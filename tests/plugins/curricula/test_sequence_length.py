@@ -17,7 +17,7 @@ from dlo_plugins.curriculum.sequence_length import (
     truncate_rows,
 )
 from dlo_tasks.language import batches
-from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
+from support.curricula_runs import check_resume, fit, images, prepare_texts, refusal, seeded, texts
 
 
 @pytest.fixture(scope="module")
@@ -114,27 +114,8 @@ def test_mixed_lengths_are_drawn_for_each_step():
 
 
 def test_a_run_resumes_in_the_middle_of_a_step(folder, tmp_path):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
-                trainer.save_checkpoint(tmp_path / "part.ckpt")
-                trainer.should_stop = True
-
-    def make() -> SequenceLength:
-        return SequenceLength(lengths={0: [8, 16], "60%": 32})
-
-    options = {"batches": 8, "accumulate_grad_batches": 2, "epochs": 1}
-    homes = [tmp_path / name for name in ("whole", "part", "rest")]
-    for home in homes:
-        home.mkdir()
-    seeded()
-    whole, _ = fit(homes[0], texts(folder), "auto", 1, [make()], **options)
-    seeded()
-    fit(homes[1], texts(folder), "auto", 1, [make(), Stop()], **options)
-    seeded(9)
-    rest, _ = fit(homes[2], texts(folder), "auto", 1, [make()], ckpt_path=tmp_path / "part.ckpt", **options)
-    assert rest == whole[5:]
-    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+    make = lambda: SequenceLength(lengths={0: [8, 16], "60%": 32})
+    check_resume(tmp_path, make, lambda: texts(folder), batches=8, accumulate_grad_batches=2, epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
 from dlo_plugins.curriculum.token_drop import TokenDrop, draw_tokens, kept_tokens, select_arguments
-from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
+from support.curricula_runs import check_resume, fit, images, prepare_texts, refusal, seeded, texts
 
 
 @pytest.fixture(scope="module")
@@ -128,24 +128,7 @@ def test_a_class_token_is_always_seen(tmp_path):
 
 
 def test_a_run_resumes_exactly(folder, tmp_path):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
-                trainer.save_checkpoint(tmp_path / "part.ckpt")
-                trainer.should_stop = True
-
-    options = {"batches": 8, "accumulate_grad_batches": 2, "epochs": 1}
-    homes = [tmp_path / name for name in ("whole", "part", "rest")]
-    for home in homes:
-        home.mkdir()
-    seeded()
-    whole, _ = fit(homes[0], texts(folder), "auto", 1, [TokenDrop()], **options)
-    seeded()
-    fit(homes[1], texts(folder), "auto", 1, [TokenDrop(), Stop()], **options)
-    seeded(9)
-    rest, _ = fit(homes[2], texts(folder), "auto", 1, [TokenDrop()], ckpt_path=tmp_path / "part.ckpt", **options)
-    assert rest == whole[5:]
-    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+    check_resume(tmp_path, TokenDrop, lambda: texts(folder), batches=8, accumulate_grad_batches=2, epochs=1)
 
 
 @pytest.mark.parametrize(
