@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
 from dlo_framework.models.recompute import recompute
 from dlo_framework.registry import Registry
-from dlo_framework.shards import Layout
-from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.fsdp.precision_policy import mixed_precision
 from dlo_plugins.parallel.fsdp.row_shards import row_range
-from dlo_plugins.parallel.fsdp.sharded_optimizers import UsedParams
-from dlo_plugins.parallel.fsdp.sharding import check_reshard, match_units, separable_units
+from dlo_plugins.parallel.fsdp.sharding import check_reshard, separable_units
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-from dlo_plugins.parallel.mesh.mesh_engine import MeshEngine
-from dlo_plugins.parallel.mesh.parallelize import ParallelState
 
 # --- the mesh -------------------------------------------------------------------------------------------------
 
@@ -130,14 +120,6 @@ def test_a_unit_that_shares_a_parameter_with_others_is_none() -> None:
     within = Tied()
     within.blocks[0][1].weight = within.blocks[0][0].weight
     assert separable_units(within, names) == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_units_by_hand_are_names_or_patterns() -> None:
-    assert match_units(Tied(), ["blocks.*", "head"]) == ["blocks.0", "blocks.1", "blocks.2", "head"]
-    with pytest.raises(DloError, match=r"got 'blcks\.0', which matches none; did you mean 'blocks\.0'"):
-        match_units(Tied(), ["blcks.0"])
-    with pytest.raises(DloError, match=r"got ModuleList 'blocks'; .*'blocks\.\*'"):
-        match_units(Tied(), ["blocks"])
 
 
 @given(st.integers(0, 9), st.integers(1, 3), st.integers(1, 5))
@@ -244,89 +226,4 @@ def test_recomputing_keeps_inputs_alone_and_gives_the_same_gradients() -> None:
     assert [kept for *_, kept in found] == [True, False]
 
 
-def test_one_option_says_how_a_block_recomputes() -> None:
-    block = nn.Linear(4, 4)
-    recompute([block])
-    recompute([block])
-    with pytest.raises(DloError, match=r"recompute by one option.*got Linear that recomputes already; leave out"):
-        recompute([block], context_fn=_contexts)
-    selective = nn.Linear(4, 4)
-    for context_fn in (_contexts, _contexts, None):
-        recompute([selective], context_fn)
-    with pytest.raises(DloError, match="by one option"):
-        recompute([selective], holding=lambda inputs: contextlib.nullcontext())
-
-
-def _contexts() -> Any:
-    return contextlib.nullcontext(), contextlib.nullcontext()
-
-
-class Named(nn.Module):
-    """Takes its input by name, as some libraries' blocks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-
-    def forward(self, *, hidden: torch.Tensor, scale: float) -> torch.Tensor:
-        return self.inside(hidden) * scale
-
-
-def test_the_devices_of_what_is_given_by_name_draw_their_random_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
-        asked.extend(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-        return [], []
-
-    # torch asks for the states of an accelerator's devices once that is in use.
-    monkeypatch.setattr(torch.cuda, "_initialized", True)
-    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", states)
-    monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: "cuda")
-    block, x = Named(), torch.randn(4, 8, requires_grad=True)
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(block(hidden=x, scale=2.0).sum(), x)[0]
-    recompute([block])
-    torch.manual_seed(3)
-    found = block(hidden=x, scale=2.0)
-    assert any(tensor is x for tensor in asked)
-    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], expected)
-
-
 # --- what a checkpoint amid an accumulation saves -------------------------------------------------------------
-
-
-def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> None:
-    with FakeTensorMode():  # An accelerator's tensors, without one.
-        shard, whole = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="cuda"))
-        whole.grad = torch.ones(3, device="cuda")
-        sharding: Any = SimpleNamespace(
-            parameters={"weight": shard},
-            layout=Layout(),
-            device=torch.device("cuda"),
-            tensor_parallel=SimpleNamespace(size=1),
-            any_rank=lambda flags, *of, **more: flags,
-            mean=lambda gradient, *of, **more: gradient,
-            average_copies=lambda gradients: None,
-        )
-        engine = MeshEngine(LightningModule(), ParallelState(sharding), FullyShard(), "")
-        engine._state = SimpleNamespace(usage=SimpleNamespace(gathered={"weight": whole}), is_summed=True)
-        found = engine.accumulated_gradients()
-    assert found["weight"].device == torch.device("cpu")
-
-
-def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_never_called() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].bias.requires_grad = False
-    found: Any = SimpleNamespace(module=model, units=[], roots=[model], copies=[])
-    found.parameters, found.unwatch = dict(model.named_parameters()), None
-    usage = UsedParams(found)
-    usage.announced = True
-    model[1](model[0](torch.ones(1, 2))).sum().backward()
-    assert usage.used == {"0.weight", "0.bias", "1.weight"}
-    model[1].bias.requires_grad = True
-    usage, earlier = UsedParams(found), usage
-    usage.announced, earlier.announced, earlier.used = True, False, set()
-    model(torch.ones(1, 2)).sum().backward()
-    assert usage.used == set(found.parameters)
-    assert earlier.used == set()  # It watches no longer.

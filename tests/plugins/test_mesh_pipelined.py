@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.accelerators import CPUAccelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_plugins.parallel.mesh.pipelined_task import PipelinedTask, concat_batches
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
-from support.waits import Waits
 
 
 class Placed:
@@ -57,13 +53,6 @@ def test_outputs_are_told_from_the_cpu_and_the_last_stage_keeps_its_own(monkeypa
     assert [item.device for item in (found["logits"], *found["pair"])] == ["cuda:1"] * 3
 
 
-def test_what_is_heard_lies_on_the_hearing_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"logits": torch.zeros(2), "pair": (torch.zeros(1), [torch.zeros(1)])}
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: objects.__setitem__(0, told))
-    found = pipelined(False, "meta").predict((torch.zeros(1, 2),), 0)
-    assert all(tensor.is_meta for tensor in (found["logits"], found["pair"][0], found["pair"][1][0]))
-
-
 def test_measures_reach_all_stages_in_single_precision_whatever_the_default_dtype(
     monkeypatch: pytest.MonkeyPatch, default_dtype: None
 ) -> None:
@@ -74,27 +63,6 @@ def test_measures_reach_all_stages_in_single_precision_whatever_the_default_dtyp
     monkeypatch.setattr(stage.task, "log_measured", lambda found, batch: logged.update(found))
     stage.evaluate((torch.zeros(1, 2),))
     assert logged["val_loss"].item() == pytest.approx(2.2987654, rel=1e-6)
-
-
-def test_the_losss_factor_is_in_single_precision_whatever_the_default_dtype(default_dtype: None) -> None:
-    strategy: Any = MeshStrategy(pp=2)
-    strategy.accelerator = CPUAccelerator()
-    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(accumulate_grad_batches=3))
-    strategy.parallel_devices = [torch.device("cpu")]
-    assert strategy._loss_scale().item() == pytest.approx(1 / 3, rel=1e-6)
-
-
-def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "broadcast", lambda value, **_: SimpleNamespace())
-    placement = SimpleNamespace(stages=2, rank_of=lambda stage: stage)
-    pipeline: Any = SimpleNamespace(placement=placement, device=torch.device("cpu"), group=None)
-    total = nn.Parameter(torch.tensor(3.5, dtype=torch.float64))
-    with Waits() as waits:
-        found = [Pipeline._start_broadcast(pipeline, given)[0] for given in (0.0, total)]
-    assert waits.calls == []
-    assert [value.tolist() for value in found] == [0.0, 3.5]
-    assert all(value.dtype == torch.float64 and not value.requires_grad for value in found)
-    assert found[1].data_ptr() != total.data_ptr()
 
 
 def test_outputs_that_cannot_be_joined_are_named() -> None:

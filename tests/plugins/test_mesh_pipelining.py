@@ -10,7 +10,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions, check_task, forward_costs
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.pipeline.model_stages import balance_stages, parameter_costs
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
 
@@ -45,28 +44,6 @@ def test_the_data_tell_how_long_sequences_are() -> None:
     assert long is not None
     assert long.head == 16 * short.head == 2 * 64 * 100 * 1024
     assert long.blocks[0] > 16 * short.blocks[0]  # Attention grows with the square.
-
-
-def test_a_convolutional_net_goes_by_its_pictures_and_not_by_its_weights() -> None:
-    task = ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)
-    twin = task.on_meta()
-    plan = twin.parallel_plan()
-    by_work, by_weights = split(task), parameter_costs(twin.model, plan)
-    assert by_work != balance_stages(by_weights.blocks, 2, by_weights.stem, by_weights.head)
-    built = ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)
-    built.configure_model()
-    assert forward_costs(built, plan, None) == forward_costs(twin, plan, None)
-
-
-def test_counting_leaves_the_task_as_it_is() -> None:
-    for task in (causal(), ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)):
-        task.configure_model()
-        before = torch.get_rng_state()
-        weights = {name: value.clone() for name, value in task.state_dict().items()}
-        assert forward_costs(task, task.parallel_plan(), None)
-        assert torch.equal(torch.get_rng_state(), before)
-        assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
-        assert all(parameter.grad is None for parameter in task.parameters())
 
 
 def test_the_mesh_that_is_drawn_is_the_one_that_runs() -> None:

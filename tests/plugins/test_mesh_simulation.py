@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from dlo_framework import Task
-from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
@@ -17,9 +16,7 @@ from dlo_plugins.parallel.mesh import mesh_simulation as simulation
 from dlo_plugins.parallel.mesh.mesh_description import (
     MeshDescription,
     RankStateBytes,
-    collapse_ranges,
     describe_mesh,
-    groups_along,
 )
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM
@@ -50,19 +47,6 @@ def table(rank: SimulatedRank) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 # --- pure arithmetic ------------------------------------------------------------------------------------------
-
-
-def test_names_are_drawn_together() -> None:
-    assert collapse_ranges(["layers.0", "layers.1", "layers.2", "norm", "layers.4"]) == "layers.0-2, norm, layers.4"
-    assert collapse_ranges(["a.0.b.9", "a.0.b.10", "a.1.b.0"]) == "a.0.b.9-10, a.1.b.0"
-    assert collapse_ranges([]) == ""
-
-
-def test_groups_are_the_ranks_along_an_axis() -> None:
-    spec = MeshSpec(pp=2, dp_shard=2, tp=2)
-    assert groups_along(spec, "tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert groups_along(spec, "dp_shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert groups_along(spec, "pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 # --- one rank, simulated --------------------------------------------------------------------------------------
@@ -179,11 +163,3 @@ def test_an_error_leaves_no_group() -> None:
     with pytest.raises(DloError, match="set tp=2"):
         simulate_ranks(task(), MeshStrategy(), MeshSpec(tp=8, dp_shard=1), [0])
     assert not dist.is_initialized()
-
-
-def test_counting_names_what_it_does_not_know() -> None:
-    with simulation.fake_world(0, 4), TrafficCounter(lambda name: "world") as count:
-        dist.all_reduce(torch.zeros(3))
-        parts = [torch.zeros(2) for _ in range(4)]
-        dist.all_gather(parts, torch.zeros(2))
-    assert count.found == (Traffic("all_gather", "world", 1, 8, 32), Traffic("all_reduce", "world", 1, 3, 12))

@@ -46,7 +46,7 @@ def test_each_rank_has_its_experts_and_sends_what_the_formula_says() -> None:
     model = task(config)
     drawn = described(model, SPEC)
     experts = 4
-    for found in simulate_ranks(model, MeshStrategy(), SPEC, [0, 1, 7, 11], batch()):
+    for found in simulate_ranks(model, MeshStrategy(), SPEC, [0, 11], batch()):
         assert found.state_bytes == drawn.ranks[found.rank].state_bytes
         # A rank's tokens go to k experts and come back, in forward and in backward, with its own share of them.
         tokens = ROWS * LENGTH // SPEC.cp

@@ -1,6 +1,5 @@
 """What the engine keeps, calls and records while it runs."""
 
-import copy
 import gc
 import itertools
 import weakref
@@ -175,49 +174,6 @@ def _refused(rank: int, world_size: int, folder: Path) -> None:
 
 def test_so_many_micro_batches_as_the_schedule_cannot_run_are_refused(two: Any) -> None:
     of(two, "_refused")
-
-
-def _many_ranks(rank: int, world_size: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    for pretended in (0, 21, 31):
-        dist.init_process_group("fake", store=FakeStore(), rank=pretended, world_size=32)
-        for schedule in ("1F1B", "ZBV"):
-            with torch.device("meta"):
-                case = plain(4, depth=64)
-            group = dist.group.WORLD
-            pipeline = Pipeline(case.model, case.plan, group, schedule=schedule, device="meta")
-            pipeline.record_shapes(case.micro_batches, lambda batch, case=case: case.forward(case.model, batch))  # type: ignore[misc]
-            case.step(pipeline)
-            for name, parameter in case.model.named_parameters():
-                assert (parameter.grad is not None) == pipeline.ownership(name), name
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_a_rank_of_many_is_simulated_without_memory_and_without_the_others() -> None:
-    run_distributed(_many_ranks, 1, backend=None, timeout=120)
-
-
-def _compiled(rank: int, world_size: int) -> int:
-    from torch._dynamo.testing import CompileCounter
-
-    case, counter = plain(4), CompileCounter()
-    alone = copy.deepcopy(case.model)
-    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="ZBV")
-    for stage in pipeline.own_stages:
-        for name in pipeline.stages.blocks_of(stage):
-            case.model.get_submodule(name).compile(backend=counter)
-    assert case.step(pipeline).item() == pytest.approx(case.alone(alone, [0.25] * 4))
-    for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
-        if pipeline.ownership(name):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
-    return counter.frame_count
-
-
-@pytest.mark.slow
-def test_compiled_blocks_run_compiled() -> None:
-    assert run_distributed(_compiled, 2, timeout=120) == [1, 1]
 
 
 def _losses(rank: int, world_size: int, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
 from support.fsdp_nets import found_by, of
-from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, language, plain, vit
+from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, plain, vit
 
 
 def check_step(
@@ -141,50 +141,6 @@ def test_evaluation_with_a_partial_last_batch(two: Any) -> None:
     of(two, "_evaluate")
 
 
-class Recomputed(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
-
-
-def _recomputed_and_autocast(rank: int, world_size: int) -> None:
-    for make in (plain, vit, lambda n: language("llama", n, packed=True), lambda n: language("gpt2", n)):
-        for schedule in ("1F1B", "ZBH1", "ZBV", "Varuna"):
-            torch.manual_seed(9)
-            case = make(4)
-            alone = copy.deepcopy(case.model)
-            pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
-            for model in (case.model, alone):
-                for name in pipeline.stages.blocks:
-                    parent, _, leaf = name.rpartition(".")
-                    holder = model.get_submodule(parent)
-                    setattr(holder, leaf, Recomputed(getattr(holder, leaf)))
-            weights = [0.1, 0.2, 0.3, 0.4]
-            expected = 0.0
-            for weight, batch in zip(weights, case.micro_batches, strict=True):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = case.loss(alone, case.forward(alone, batch), batch) * weight
-                loss.backward()
-                expected += loss.item()
-            with torch.autocast("cpu", torch.bfloat16):
-                found = case.step(pipeline, weights)
-            assert abs(found - expected) < 1e-6 * expected
-            for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
-                if not one.is_meta:
-                    assert one.grad is not None, name
-                    assert other.grad is not None
-                    difference = (one.grad - other.grad).abs().max() / other.grad.abs().max()
-                    assert difference < 1e-5, f"{schedule}, {name}: {difference}"
-
-
-@pytest.mark.slow
-def test_recomputation_and_autocast() -> None:
-    run_distributed(_recomputed_and_autocast, 2, timeout=120)
-
-
 def _frozen(rank: int, world_size: int, folder: Path) -> None:
     for schedule in ("1F1B", "ZBH1", "Varuna"):
         torch.manual_seed(10)
@@ -224,30 +180,6 @@ def _shared_by_three(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_weight_that_three_ranks_share_gets_the_sum(three: Any) -> None:
     of(three, "_shared_by_three")
-
-
-def _tied(rank: int, world_size: int, folder: Path) -> None:
-    torch.manual_seed(11)
-    case = language("llama", 4, tie_word_embeddings=True)
-    batches = [case.micro_batches]
-    dist.broadcast_object_list(batches, 0)
-    case.micro_batches = batches[0]
-    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD)
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    assert all(pipeline.ownership(name) and pipeline.ownership.is_first_holder(name) is (rank == 0) for name in names)
-    optimizer = torch.optim.AdamW([p for p in case.model.parameters() if not p.is_meta], lr=0.05)
-    for _ in range(3):
-        for last in (False, True):  # An accumulation over two steps of the pipeline.
-            case.step(pipeline, sum_tied=last)
-        optimizer.step()
-        optimizer.zero_grad()
-    copies: list[Any] = [None] * world_size
-    dist.all_gather_object(copies, case.model.get_parameter(names[0]).detach())
-    assert torch.equal(copies[0], copies[1])
-
-
-def test_copies_of_tied_weights_stay_equal(two: Any) -> None:
-    of(two, "_tied")
 
 
 def _noisy(rank: int, world_size: int, folder: Path) -> None:
@@ -448,7 +380,7 @@ def test_what_a_loss_uses_of_other_stages_is_refused(two: Any) -> None:
 
 
 #: Checks whose ranks start once.
-OF_TWO = (_options, _evaluate, _frozen, _tied, _odd, _denoise, _refused)
+OF_TWO = (_options, _evaluate, _frozen, _odd, _denoise, _refused)
 
 
 def _found(rank: int, world_size: int) -> dict[str, Any]:

@@ -179,19 +179,6 @@ def test_steps_without_flushes_fill_and_drain_the_pipeline_once(ranks: int, numb
     assert steps * simulate(make_schedule("1F1B", ranks, number), costs).makespan == steps * (number + ranks - 1) * 3
 
 
-def test_a_step_without_flushes_hands_backwards_to_the_next() -> None:
-    schedule = make_schedule("PipeDream2BW", 3, 4)
-    assert not schedule.flushes
-    assert " ".join(map(str, schedule.orders[0])) == "F0.0 B0.-2 F0.1 B0.-1 F0.2 B0.0 F0.3 B0.1"
-    assert " ".join(map(str, schedule.drain().orders[0])) == "B0.-2 B0.-1"
-    assert schedule.drain().orders[2] == ()
-    two = " ".join(map(str, schedule.unroll(2).orders[1]))
-    assert two == "F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 F1.4 B1.3 F1.5 B1.4 F1.6 B1.5 F1.7 B1.6 B1.7"
-    # Alone, a step begins with what the step before has left, and its last rank waits for its first forward.
-    assert simulate(schedule, StageCosts.equal(3)).makespan == 4 * 3 + 2
-    assert simulate(schedule.drain(), StageCosts.equal(3)).makespan == 2 * 2
-
-
 def test_torch_has_the_same_orders() -> None:
     """ZBV against torch.distributed.pipelining, an implementation of their own."""
     from torch.distributed.pipelining import schedules as theirs
@@ -222,7 +209,6 @@ def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> Non
         (("1F2B", 2, 4), r"unknown schedule '1F2B', did you mean '1F1B'|unknown schedule '1F2B'"),
         (("1F1B", 2, 0), r"micro_batches must be at least 1, got 0; set 4"),
         (("Interleaved1F1B", 4, 6), r"multiple of the pipeline's 4 ranks for Interleaved1F1B, got 6; set 4 or 8"),
-        (("Interleaved1F1B", 4, 3), r"got 3; set 4, or"),
         (("Interleaved1F1B", 4, 8, 1), r"stages_per_rank must be 2 or more for Interleaved1F1B, got 1"),
         (("dualpipev", 4, 8), r"unknown schedule 'dualpipev'; removed in 0\.2: use ZBV\. available: GPipe, "),
         (("ZBV", 4, 6, 3), r"stages_per_rank must be 2 for ZBV, got 3"),
@@ -230,7 +216,6 @@ def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> Non
             ("pipedream-2bw", 4, 3),
             r"at least 4, the number of stages, for PipeDream2BW, got 3; set 4, or schedule=1F1B",
         ),
-        (("GPipe", 4, 6, 2), r"stages_per_rank must be 1 for GPipe, got 2"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:
@@ -281,14 +266,10 @@ def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch:
     ("actions", "message"),
     [
         ("F0 B0 F1", r"once for each micro-batch of a rank's stages, got F for stage 0 and micro-batch 1; correct"),
-        ("F0 F0 B0 F1 B1", r"got F F B for stage 0 and micro-batch 0; correct the rank's order"),
-        ("F0 I0 F1 I1 W0", r"got F I for stage 0 and micro-batch 1"),
-        ("F0 B0 F1 B1 F2 B2", r"got F B for stage 0 and micro-batch 2"),
         ("F0 I0 W0 F1 B1", r"schedule Wrong must be registered with splits_backward=True to run .* on rank 0; add it"),
         ("F0 R0 B0 R0 F1 R1 B1", r"a recomputation \(R\) or none, .* got F R B R for stage 0"),
         ("F0 R0 B0 F1 B1", r"of a stage or none, and none of the last stage, got 1 of 2 for stage 0 \(the last\)"),
         ("F0 B-1 F1 B0", r"must run micro-batches of its own step, got B0\.-1; register it with flushes=False"),
-        ("B0 F0 F1 B1", r"got B F for stage 0"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(actions: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
