@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
@@ -15,7 +15,7 @@ from dlo_framework.models.experts.layer import grouped_linear
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.memory import activation_checkpoint
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.memory.selective_policy import _policy, selective_contexts
+from dlo_plugins.memory.selective_policy import selective_contexts
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.late import LateStream
@@ -160,42 +160,6 @@ def test_products_of_dlos_experts_are_kept() -> None:
         checkpoint(forward, rows, use_reentrant=False, context_fn=selective_contexts).sum().backward()
     assert count.calls["grouped_linear"] == 1
     assert count.calls["tanh"] == 2
-
-
-def test_attention_that_drops_weights_is_computed_again_since_later_random_numbers_follow_its() -> None:
-    q = torch.randn(1, 2, 4, 8)
-    for op, before in (
-        (torch.ops.aten._scaled_dot_product_flash_attention.default, ()),
-        (torch.ops.aten._scaled_dot_product_efficient_attention.default, (None, True)),
-        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, (None, True)),
-    ):
-        kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-        assert _policy(None, op, q, q, q, *before) is kept
-        assert _policy(None, op, q, q, q, *before, 0.0, True) is kept
-        assert _policy(None, op, q, q, q, *before, 0.1) is again
-        assert _policy(None, op, q, q, q, *before, dropout_p=0.1) is again
-
-
-def test_selective_recomputation_may_run_operators_that_the_forward_did_not() -> None:
-    """A sharded unit inside a block is gathered for it, and may have been gathered before the forward."""
-    runs: list[int] = []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with torch.profiler.record_function("forward"):
-            hidden = nn.functional.gelu(x @ x)
-        for _ in range(2 * len(runs)):
-            with torch.profiler.record_function("gather"):
-                torch.empty_like(hidden).copy_(hidden.detach())
-        runs.append(1)
-        return (hidden @ x).sin()
-
-    for _ in range(2):
-        runs.clear()
-        x = torch.randn(8, 8, dtype=torch.double, requires_grad=True)
-        expected = torch.autograd.grad((nn.functional.gelu(x @ x) @ x).sin().sum(), x)
-        found = checkpoint(forward, x, use_reentrant=False, context_fn=selective_contexts).sum()
-        torch.testing.assert_close(torch.autograd.grad(found, x), expected)
-        assert len(runs) == 2
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -1,6 +1,5 @@
 """BatchMix in training: which batches it mixes, whose memory it writes to, and what it refuses."""
 
-import random
 from collections import namedtuple
 
 import numpy as np
@@ -136,12 +135,6 @@ def test_multi_hot_targets_are_mixed_as_they_are():
     torch.testing.assert_close(module.seen[0][1], smooth * lam + smooth.flip(0) * (1 - lam))
 
 
-def test_nothing_is_mixed_with_probability_0_and_the_losses_are_those_without():
-    plain, none = fit(max_epochs=2), fit(BatchMix(prob=0.0), max_epochs=2)
-    assert none.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(none.seen, plain.seen, strict=True))
-
-
 def test_the_last_epochs_are_not_mixed_but_their_targets_are_still_smooth():
     plain, mixed = fit(max_epochs=3), fit(BatchMix(off_epochs=2, label_smoothing=0.1), max_epochs=3)
     same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
@@ -225,19 +218,6 @@ def test_draws_follow_the_seed_alone(monkeypatch):
     assert same(fit(callback), fit(callback))  # A new run with the same object begins anew.
 
 
-def test_no_other_random_stream_is_moved():
-    class States(Net):
-        states = None
-
-        def on_train_end(self):
-            self.states = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
-
-    np.random.seed(0)
-    random.seed(0)
-    before = fit(module=States()).states
-    assert fit(BatchMix(), module=States()).states == before
-
-
 def test_ranks_and_batches_draw_differently_and_groups_do_not_depend_on_ranks():
     callback = BatchMix(mode="elem", group_size=4)
     shape = torch.Size([4, 1, 6, 6])
@@ -260,12 +240,6 @@ def test_a_batch_whose_step_raised_is_drawn_again():
     with pytest.raises(RuntimeError, match="out of luck"):
         fit(callback, module=Fails())
     assert callback.state_dict() == {"seed": 5, "batches": 4, "steps": 0}
-
-
-def test_a_seed_of_its_own_holds_over_that_of_the_checkpoint():
-    for callback, seed in ((BatchMix(), 11), (BatchMix(seed=5), 5)):
-        callback.load_state_dict({"seed": 11, "batches": 6, "steps": 3})
-        assert callback.state_dict() == {"seed": seed, "batches": 6, "steps": 3}
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -303,11 +277,6 @@ def test_smooth_targets_that_a_threshold_does_not_tell_apart_are_refused(thresho
         fit(BatchMix(label_smoothing=0.1), module=module)
     assert module.losses == []
     fit(BatchMix(), module=module)
-
-
-def test_off_epochs_need_an_end():
-    with pytest.raises(DloError, match="got neither; set one of them"):
-        fit(BatchMix(off_epochs=1), max_epochs=-1)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,7 @@ from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.compile import callback as compiling
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import (
-    compile_in_place,
-    compiled_call,
     modules_to_compile,
-    set_compiled_call,
 )
 from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
@@ -171,16 +168,6 @@ def test_training_runs_compiled_and_evaluation_does_not():
     assert len(CALLS) == 2 + 4 + 4  # the sanity check, training, validation
 
 
-def test_test_and_predict_run_compiled_where_evaluation_does():
-    module = seeded(Plain)
-    for evaluate, calls in (("eager", 0), ("compiled", 4)):
-        CALLS.clear()
-        trainer = quiet_trainer(callbacks=[Compile(backend="traced", evaluate=evaluate)])
-        trainer.test(module, loader(), verbose=False)
-        assert len(CALLS) == calls
-        assert not is_compiled(module)
-
-
 def test_a_partial_last_batch_runs_uncompiled():
     callback = Compile(backend="traced", evaluate="compiled")
     fit(seeded(Plain), [callback], (loader(18), loader(18)), num_sanity_val_steps=0)
@@ -276,31 +263,6 @@ def test_it_leaves_module_torch_and_environment_as_they_were(monkeypatch, tmp_pa
     assert not is_compiled(module)
     assert "_compiled_call_impl" not in module.net.__dict__
     assert list(module.state_dict()) == keys
-
-
-def test_the_compiled_call_can_be_taken_off_and_put_back():
-    """Breaks when torch keeps it elsewhere than in ``_compiled_call_impl``."""
-    linear = nn.Linear(6, 2)
-    x = torch.randn(5, 6)
-    compile_in_place(linear, backend="traced")
-    call = compiled_call(linear)
-    for use, calls in ((None, 0), (call, 1), (None, 1)):
-        set_compiled_call(linear, use)
-        linear(x)
-        assert len(CALLS) == calls
-
-
-def test_flops_are_counted_as_without_it():
-    monitors = []
-    for order in (
-        (Compile(backend="traced"), RunMonitor()),
-        (RunMonitor(), Compile(backend="traced")),
-        (RunMonitor(),),
-    ):
-        fit(seeded(Plain), list(order))
-        monitors += [one.flops.per_sample for one in order if isinstance(one, RunMonitor)]
-    assert monitors[0] == monitors[1] == monitors[2] > 0
-    assert len(CALLS) == 2 * 7  # all batches but the first
 
 
 @pytest.mark.parametrize("monitor_first", [True, False])

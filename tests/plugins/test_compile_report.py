@@ -4,19 +4,16 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.compile.callback import Compile, describe_break, without_compile_id
+from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS, CompileBlocks, moving_parameter
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
@@ -110,11 +107,6 @@ def test_a_net_that_is_not_called_as_a_module_is_reported(capsys):
     assert "compiled" not in capsys.readouterr().out
 
 
-def test_reasons_are_told_in_a_line():
-    assert without_compile_id("0/12: tensor 'x' size mismatch") == "tensor 'x' size mismatch"
-    assert describe_break("\n\nCall to print\n  Explanation: much", []) == "Call to print"
-
-
 # --- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -180,15 +172,6 @@ class OnGraphs(Compile):
         self._cuda_graphs = self.mode in CUDA_GRAPHS
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process, left as the test ends."""
-    leave_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    leave_group()
-
-
 class Blocks(Plain):
     def __init__(self):
         super().__init__()
@@ -203,14 +186,6 @@ def test_cuda_graphs_over_parameters_that_are_gathered_are_refused(scope):
             fit(Blocks(), [OnGraphs(scope=scope, mode="reduce-overhead")], max_steps=1, strategy=ZeroStrategy(3))
     finally:
         leave_group()
-
-
-def test_parameters_of_fsdp_are_gathered_too(alone):
-    net = Net()
-    parts = {"net": net}
-    assert moving_parameter(parts) is None
-    fully_shard(net.head, mesh=init_device_mesh("cpu", (1,)))
-    assert moving_parameter(parts) == "net.head.weight"
 
 
 def test_cuda_graphs_over_parameters_that_stay_are_not(monkeypatch):

@@ -105,7 +105,7 @@ def run(folder, callbacks, *, resume=False, **options):
     return module
 
 
-@pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.slow), 6, 8])
+@pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (4, 6)), 8])
 def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
     """Also after the first batch, which runs uncompiled in the whole run, and only there."""
     whole = run(tmp_path / "whole", [Compile(backend="scaled")]).losses
@@ -122,7 +122,7 @@ def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
     assert len(CALLS) - compiled == 18 - at
 
 
-@pytest.mark.parametrize("at", [pytest.param(6, marks=pytest.mark.slow), 7, 8, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [7, *(pytest.param(at, marks=pytest.mark.slow) for at in (6, 8, 9))])
 def test_stopped_around_a_change_of_size_whose_first_batch_runs_uncompiled(tmp_path, at):
     """The first batch of each size is counted in the whole run; a resumed one counts what that had not yet."""
     whole = run(tmp_path / "whole", [Rows(), Compile(backend="scaled")]).losses

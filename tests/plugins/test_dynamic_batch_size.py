@@ -1,5 +1,4 @@
 import contextlib
-import math
 import signal
 
 import pytest
@@ -15,7 +14,7 @@ from dlo_framework.data import Position, ResumableDataModule, Window
 from dlo_framework.data.sampler import plan_epoch
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
-from dlo_framework.run.position import check_max_epochs, parse_position, value_at
+from dlo_framework.run.position import parse_position
 from dlo_framework.stop import RunStopped
 from dlo_plugins.batches.dynamic_batch_size import (
     DynamicBatchSize,
@@ -101,11 +100,6 @@ def test_the_steps_follow_the_schedule_and_each_epoch_visits_each_sample_once():
     assert {rate for _, _, rate in module.steps} == {0.01}
 
 
-def test_the_batch_can_change_within_an_epoch():
-    module = fit(DynamicBatchSize({"24 samples": 16, "1 epochs": 8}), max_epochs=2)
-    assert module.sizes == [8] * 3 + [16] * 2 + [8] * 9
-
-
 def test_micro_batches_give_the_weights_of_whole_batches():
     """Also in an epoch's last window, which has 24 samples for 40."""
     schedule = {0: 32, "25%": 40}
@@ -114,22 +108,6 @@ def test_micro_batches_give_the_weights_of_whole_batches():
     assert parts.sizes == [32, 32] + [40, 24] * 3
     for name, value in parts.state_dict().items():
         torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_last_window_that_is_not_full_is_the_mean_of_what_it_has():
-    """48 a step in micro-batches of 12: of 70 samples one step of 48 and one of 16, with the mean over these."""
-    module = fit(DynamicBatchSize({0: 48}, max_micro_batch=12), max_epochs=1)
-    assert module.sizes == [48, 16]
-    torch.manual_seed(1)
-    expected, data = Net(), samples()
-    optimizer = expected.configure_optimizers()
-    for indices, _, _ in module.steps:
-        x, y, _ = data[indices]
-        optimizer.zero_grad()
-        (expected.net(x)[:, 0] - y).square().mean().backward()
-        optimizer.step()
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, expected.state_dict()[name])
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("sqrt", 2**0.5), ("linear", 2)])
@@ -253,9 +231,9 @@ SHRINKING = {0: 32, 2: 16, 4: 8}
     ("schedule", "limit", "stops"),
     [
         # Stops in mid-window, at boundaries of the schedule, and at edges of epochs: of 6, then 4 batches;
-        (GROWING, 16, [1, 4, 6, 11, 18]),
+        (GROWING, 16, [1, 6, 11]),
         # of 2, 2, 4, 4, 8, 8 batches.
-        (SHRINKING, None, [2, 5, 12, 20]),
+        (SHRINKING, None, [5, 12]),
     ],
 )
 def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):
@@ -365,6 +343,10 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
         ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch must be at least 1"),
         ({"schedule": {0: 8}, "lr_rule": "cubic"}, "none, sqrt, linear"),
         ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "above 0 and below 1"),
+        ({"decay_to_growth": LRDecay(factor=0.1)}, "got none; set one"),
+        ({"decay_to_growth": LRDecay(factor=0.1, at=[1], every=1)}, "leave out the others"),
+        ({"decay_to_growth": LRDecay(factor=0.1, every=0)}, "above 0"),
+        ({"decay_to_growth": LRDecay(factor=0.1, at=["soon"])}, "a point must be like"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):
@@ -409,24 +391,6 @@ def test_what_is_no_point_is_refused(text):
         parse_position(text, "x")
 
 
-def test_a_percentage_of_a_run_without_an_end_is_refused():
-    with pytest.raises(DloError, match=r"trainer\.max_epochs must be set"):
-        check_max_epochs([parse_position("50%", "x")], -1, "x")
-    assert check_max_epochs([parse_position(3, "x")], -1, "x") == math.inf
-
-
-def test_an_explicit_schedule_holds_from_each_point_on():
-    steps = {parse_position(point, "x"): size for point, size in {"50%": 512, "800 samples": 1024}.items()}
-    sizes = [value_at(steps, Position(epoch, 0, 100), 10) or 256 for epoch in range(10)]
-    assert sizes == [256] * 5 + [512] * 3 + [1024] * 2
-
-
-def test_the_batch_grows_where_a_step_schedule_would_decay_and_then_the_rate_decays():
-    decay = LRDecay(factor=0.2, at=["50%", 8], max_batch_size=160)
-    found = [grown_size(decay, 32, Position(epoch, 0, 1000), 10) for epoch in (0, 4, 5, 7, 8)]
-    assert found == [(32, 1.0), (32, 1.0), (160, 1.0), (160, 1.0), (160, pytest.approx(0.2))]
-
-
 def test_the_noise_of_sgd_falls_as_under_the_exponential_schedule_that_is_replaced():
     """lr / batch is what anneals, and is the same to the rounding of the batch to whole samples."""
     decay = LRDecay(factor=0.94, every=0.5, max_batch_size=64)
@@ -434,21 +398,6 @@ def test_the_noise_of_sgd_falls_as_under_the_exponential_schedule_that_is_replac
         at = Position(epoch, 250, 500)
         size, left = grown_size(decay, 16, at, 30)
         assert left / size == pytest.approx(0.94 ** (2 * epoch + 1) / 16, rel=0.04)
-
-
-@pytest.mark.parametrize(
-    ("decay", "message"),
-    [
-        (LRDecay(factor=1.5, at=[1]), "above 0 and below 1"),
-        (LRDecay(factor=0.1), "got none; set one"),
-        (LRDecay(factor=0.1, at=[1], every=1), "leave out the others"),
-        (LRDecay(factor=0.1, every=0), "above 0"),
-        (LRDecay(factor=0.1, at=["soon"]), "a point must be like"),
-    ],
-)
-def test_decays_out_of_range_are_refused(decay, message):
-    with pytest.raises(DloError, match=message):
-        decay.check()
 
 
 @given(st.integers(1, 5000), st.none() | st.integers(1, 600), st.integers(1, 8), st.integers(1, 2))
@@ -472,12 +421,6 @@ def test_an_epochs_plan_visits_each_sample_once_but_for_less_than_a_batch(size, 
     for number, span in enumerate(spans):
         assert span.first <= number < span.first + span.batches
         assert span.batches == min(batches, len(spans) - span.first)
-
-
-def test_the_two_unknowns_of_the_noise_scale_come_back_from_exact_norms():
-    signal, noise = 0.3, 25.0
-    found = noise_and_signal(signal + noise / 8, signal + noise / 64, (8, 64))
-    assert found == (pytest.approx(noise), pytest.approx(signal))
 
 
 def test_the_noise_scale_of_random_gradients_is_that_of_their_distribution():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -78,22 +77,3 @@ def test_the_fit_after_one_that_raised_has_the_losses_of_a_new_callbacks(name, s
     with pytest.raises(KeyError, match="here"):
         losses(failed, Net(lr=0.01, fail_at=3 if same_trainer else 7), data)
     assert losses(failed if same_trainer else trainer(callback), Net(), data) == expected
-
-
-def test_what_a_failed_step_has_clipped_is_not_logged_by_the_next_fit(tmp_path):
-    class Fails(torch.optim.SGD):
-        def step(self, closure):
-            closure()
-            raise KeyError("here")
-
-    class Failing(Net):
-        def configure_optimizers(self):
-            return Fails(self.parameters(), lr=0.1)
-
-    callback = AdaptiveGradientClipping()
-    options = {"accelerator": "cpu", "callbacks": [callback], "max_epochs": 1, "log_every_n_steps": 1, **OFF}
-    with pytest.raises(KeyError, match="here"):
-        Trainer(logger=False, **options).fit(Failing(), datamodule=Data())
-    Trainer(logger=CSVLogger(tmp_path), accumulate_grad_batches=2, **options).fit(Net(), datamodule=Data())
-    lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-    assert [line.split(",")[lines[0].split(",").index("step")] for line in lines[1:]] == ["1", "2", "3"]

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CompileBlocks
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.tensor import regions
-from dlo_plugins.parallel.tensor.projections import RowProduct
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.quantise.low_precision import SCHEMES, LowPrecision
@@ -102,16 +99,6 @@ def test_outputs_and_gradients_are_near_those_of_the_layer_also_compiled(scheme:
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
-def test_asynchronous_tensor_parallelism_leaves_the_products_alone() -> None:
-    class Row(RowProduct, nn.Linear):
-        pass
-
-    for layer in (nn.Linear(8, 8), Row(8, 8)):
-        assert regions._is_plain(layer)
-        LowPrecisionForward("int8").install(layer)
-        assert not regions._is_plain(layer)
-
-
 def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
     twin: Any = task(lora=Lora(rank=4)).on_meta()
     plan = twin.parallel_plan()
@@ -126,12 +113,6 @@ def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
         LowPrecision(skip=["model.layer.0"]).choose_layers(twin.model, plan)
     with pytest.raises(DloError, match=r"of at least 64 features in multiples of 16 in its blocks, outside skip, got"):
         LowPrecision("fp8", emulate=True).choose_layers(twin.model, plan)
-
-
-def test_a_module_without_a_plan_has_the_layers_of_its_repeated_blocks() -> None:
-    net = nn.Sequential(nn.Linear(8, 64), *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
-    names = LowPrecision().choose_layers(net, ParallelPlan.infer(net))
-    assert names == ["1.0", "2.0", "3.0"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.quantise.low_precision import LowPrecision
-from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward, shares_maximum
+from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward
 from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
@@ -106,14 +106,3 @@ def test_slices_round_as_one_process() -> None:
     # Partial sums differ in their last bits, by which the next layer rounds a few elements to other integers.
     assert found[0] == pytest.approx(alone[0], rel=2e-5)
     assert found == pytest.approx(alone, rel=1e-3)
-
-
-def test_factors_that_are_sliced_share_their_largest_value() -> None:
-    assert not shares_maximum(("input", "weight"), "input", None, True)
-    # Of a column projection, which slices N: rows of the output's gradient and of the weight's transpose are sliced.
-    assert [shares_maximum(("input", "weight"), role, 0, False) for role in ("input", "weight")] == [False, True]
-    assert shares_maximum(("gradient", "weight"), "weight", 0, True)
-    assert not shares_maximum(("input", "weight"), "weight", 0, True)
-    # Of a row projection, which slices K.
-    assert shares_maximum(("input", "weight"), "input", 1, True)
-    assert not shares_maximum(("gradient", "weight"), "gradient", 1, True)

@@ -104,11 +104,12 @@ def test_rewarming_begins_where_the_last_phase_ended():
     )
 
 
-@pytest.mark.parametrize("make", [WSD, WarmRestarts, Cyclic, lambda: Rewarm(points=[0.0, 0.4])])
+@pytest.mark.parametrize("make", [WSD, WarmRestarts, Cyclic, lambda: Rewarm(points=[0.0, 0.4]), lambda: OneCycle(0.1)])
 def test_accumulation_and_a_resume_do_not_shift_it(tmp_path: Path, make):
-    whole, _ = train(make(), accumulate_grad_batches=2)
+    schedule = make()
+    whole, _ = train(schedule, accumulate_grad_batches=2)
     assert len(set(whole.rates)) > 3
-    assert whole.rates == pytest.approx([0.1 * make().lr_factor(2 * step / STEPS) for step in range(STEPS // 2)])
+    assert whole.rates == pytest.approx([0.1 * schedule.lr_factor(2 * step / STEPS) for step in range(STEPS // 2)])
     part, trainer = train(make(), accumulate_grad_batches=2, max_steps=6)
     trainer.save_checkpoint(tmp_path / "part.ckpt")
     # The fraction of the shorter limit counts while it is the larger one.

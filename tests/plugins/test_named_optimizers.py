@@ -12,7 +12,6 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.optimizers import OPTIMIZERS, trust_ratio
-from dlo_plugins.optimizers.flat_state import FlatState
 from dlo_plugins.optimizers.lamb import BoundedLamb
 from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8
 from dlo_plugins.optimizers.quantised_lamb import Lamb8bit
@@ -119,14 +118,6 @@ def test_lamb_without_bounds_is_timms(make: Any) -> None:
         assert float((mine - other).abs().max()) < tolerance
     if make is Lamb8bit:
         assert not torch.equal(next(ours.parameters()), next(theirs.parameters()))
-
-
-def test_lists_of_a_state_are_flattened_and_restored() -> None:
-    state = {"exp_avg": torch.ones(2), "Q": [torch.ones(1), []], "GG": [], "step": 3}
-    optimizer = FlatState([torch.ones(1)], {})
-    flat = optimizer.flatten(state)
-    assert list(flat) == ["exp_avg", "Q.0", "Q.1", "GG", "step"]
-    assert optimizer.restore(flat) == state
 
 
 def test_names_arguments_and_machines_that_do_not_fit_are_refused() -> None:

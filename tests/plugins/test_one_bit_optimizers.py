@@ -202,37 +202,6 @@ def test_a_step_that_is_too_long_is_scaled_to_the_limit():
     assert float((made[0].detach() - before).abs().max()) == pytest.approx(1e-3 * 0.5 / bias, rel=1e-4)
 
 
-def test_a_missing_gradient_counts_as_zero_and_a_skipped_step_as_none():
-    made, other = parameters(), parameters()
-    optimizers = [OneBitAdam(p, freeze_step=2) for p in (made, other)]
-    for optimizer in optimizers:
-        optimizer.communicator = Alone()
-    for optimizer, own in zip(optimizers, (made, other), strict=True):
-        train(optimizer, own, 3)
-        set_gradients(own, 9)
-    made[1].grad, other[1].grad = None, torch.zeros_like(other[1])
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(made, other, strict=True))
-    before = [p.detach().clone() for p in made]
-    optimizers[0].zero_grad()
-    optimizers[0].step()
-    assert optimizers[0].steps == 4
-    assert all(torch.equal(a, b) for a, b in zip(made, before, strict=True))
-
-
-def test_errors_start_anew_where_the_second_moment_is_frozen_and_with_a_loaded_state():
-    made = parameters()
-    optimizer = OneBitAdam(made, freeze_step=2)
-    optimizer.communicator = Alone()
-    train(optimizer, made, 5)
-    assert optimizer.communicator.resets == 1
-    assert optimizer.param_groups[0]["frozen_at"] == 2
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.communicator.resets == 2
-    assert optimizer.compressing
-
-
 def test_what_trains_first_after_the_freeze_is_refused():
     made = parameters()
     optimizer = OneBitAdam(made, freeze_step=2)
@@ -258,15 +227,9 @@ def test_what_trains_first_after_the_freeze_is_refused():
             lambda: OneBitAdam(parameters(), freeze_step=1, refresh_every=1),
             "refresh_every of OneBitAdam must be at least 2, got 1",
         ),
-        (lambda: OneBitAdam(parameters(), betas=(0.9, 1.0), freeze_step=1), r"betas of OneBitAdam must be in \[0, 1\)"),
-        (lambda: OneBitAdam(parameters(), lr=-1.0, freeze_step=1), "lr of OneBitAdam must be at least 0, got -1.0"),
         (
             lambda: OneBitAdam(parameters(), least_root=2.0, freeze_step=1),
             "least_root of OneBitAdam must be at least 0",
-        ),
-        (
-            lambda: OneBitLamb(parameters(), factor_range=(2.0, 4.0), freeze_step=1),
-            "factor_range of OneBitLamb must include 1",
         ),
         (lambda: OneBitLamb(parameters(), factor_change=0.0, freeze_step=1), "factor_change and least_root"),
     ],

@@ -90,12 +90,6 @@ def test_the_fastai_preset_is_fastais_schedule():
         assert momentum == pytest.approx(expected_momentum, abs=1e-12, rel=0)
 
 
-def test_accumulation_does_not_shift_the_schedule():
-    """Four micro-batches a step pass through the same curve, at the fractions of samples that they begin at."""
-    module, _ = train(OneCycle(0.1), accumulate_grad_batches=4)
-    assert [lr for lr, _, _ in module.seen] == pytest.approx([fastais(step / 6, 0.1)[0] for step in range(6)])
-
-
 def test_a_single_maximum_keeps_the_groups_ratio_and_a_list_sets_each():
     module, _ = train(OneCycle(1.0))
     highest = max(module.seen)
@@ -103,30 +97,6 @@ def test_a_single_maximum_keeps_the_groups_ratio_and_a_list_sets_each():
     assert highest[1] == pytest.approx(0.1)
     assert group_peaks([0.1, 0.01], [3.0, 4.0]) == [3.0, 4.0]
     assert group_peaks([0.1, 0.01], None) == [0.1, 0.01]
-
-
-def test_a_resumed_run_goes_on_where_the_schedule_was(tmp_path):
-    whole, _ = train(OneCycle(0.1), max_epochs=4)
-    _, trainer = train(OneCycle(0.1), max_epochs=4, limit_train_batches=12, max_steps=24)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    rest = Regression()
-    data = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=2)
-    again = quiet_trainer(max_epochs=4, callbacks=[OneCycle(0.1)])
-    again.fit(rest, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-    assert [s[0] for s in rest.seen] == pytest.approx([s[0] for s in whole.seen[24:]], abs=1e-15)
-
-
-def test_adams_first_beta_is_cycled():
-    class Adam(Regression):
-        def on_before_optimizer_step(self, optimizer):
-            self.seen.append(optimizer.param_groups[0]["betas"])
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), betas=(0.9, 0.99))
-
-    module, _ = train(OneCycle(0.1), Adam())
-    assert min(first for first, _ in module.seen) == pytest.approx(0.85)
-    assert {second for _, second in module.seen} == {0.99}
 
 
 def test_it_refuses_another_scheduler_by_name():

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 from torch import nn
@@ -21,7 +19,6 @@ from dlo_framework.run.resume import ExactResume
 from dlo_plugins.images.progressive_resizing import (
     GrowingSize,
     ProgressiveResizing,
-    StepSizes,
     images_of,
     replace_images,
     resize_images,
@@ -142,8 +139,6 @@ def test_a_resumed_run_is_the_same_at_and_around_each_change(data, tmp_path):
 @pytest.mark.parametrize(
     ("model", "args", "sizes"),
     [
-        ("vit_tiny_patch16_224", {**TINY, "patch_size": 16}, (32, 48, 64)),
-        ("deit3_small_patch16_224", {**TINY, "patch_size": 16}, (32, 48, 64)),
         ("vit_small_patch16_224", {**TINY, "patch_size": 16, "class_token": False, "global_pool": "avg"}, (32, 48, 64)),
         ("coatnet_nano_rw_224", {"embed_dim": (32, 32, 64, 64), "depths": (1, 1, 1, 1)}, (32, 64, 96)),
         ("resnet18", {}, (32, 50, 64)),
@@ -164,15 +159,6 @@ def test_every_family_of_the_recipes_trains_through_changes_and_validates_larger
     more = {"img_size": data.image_size} if "resnet" not in model else {}
     plain = timm.create_model(model, num_classes=2, **args, **more)
     plain.load_state_dict(task.model.state_dict())  # the same names and shapes
-
-
-def test_csatv2_trains_at_two_sizes():
-    sizes, args = (64, 96), {"dims": (16, 16, 32, 32), "depths": (1, 1, 3, 3)}
-    task, data = classifier("csatv2", model_args=args), digits(image_size=sizes[1], batch_size=4)
-    resizing = ProgressiveResizing(dict(enumerate(sizes)))
-    recorder, _ = fit(resizing, data, task, max_epochs=2, limit_train_batches=1, limit_val_batches=0)
-    assert recorder.sizes == expected(*((size, 1) for size in sizes))
-    assert all(torch.isfinite(torch.tensor(recorder.losses)))
 
 
 # --- any other module and loader ---------------------------------------------------------------------------
@@ -315,17 +301,6 @@ def test_what_does_not_fit_the_run_is_refused(arguments, options, message):
         assert data.image_size_at is None
 
 
-def test_two_of_them_are_refused():
-    class Second(ProgressiveResizing):
-        pass
-
-    data = digits()
-    fitted = trainer(ProgressiveResizing({0: 8}), Second({0: 12}))
-    with pytest.raises(DloError, match="only one callback must size the data's images"):
-        fitted.fit(classifier(), data)
-    assert data.image_size_at is None
-
-
 SAMPLES = 1000  # of an epoch
 
 
@@ -334,21 +309,8 @@ def at(epochs: float) -> Position:
     return Position(epoch, round((epochs - epoch) * SAMPLES), SAMPLES)
 
 
-def steps(sizes) -> StepSizes:
-    return StepSizes({parse_position(point, "test"): size for point, size in sizes.items()})
-
-
 def growth(start, end, begin, finish, multiple=32, stages=None) -> GrowingSize:
     return GrowingSize(start, end, parse_position(begin, "test"), parse_position(finish, "test"), multiple, stages)
-
-
-def test_a_step_holds_from_its_point_on():
-    schedule = steps({"73%": 192, 0: 160, "90000 samples": 224})
-    sizes = [schedule.size_at(at(epochs), 100) for epochs in (0, 72.999, 73, 89.999, 90, 99.9)]
-    assert sizes == [160, 160, 192, 192, 224, 224]
-    assert schedule.all_sizes() == [160, 192, 224]
-    assert schedule.final_size(SAMPLES, 100) == 224
-    assert steps({0: 64, "1 epochs": 128, 2: 96}).final_size(SAMPLES, 3) == 96
 
 
 def test_growth_is_ffcvs_between_its_points():
@@ -359,23 +321,6 @@ def test_growth_is_ffcvs_between_its_points():
     assert schedule.all_sizes() == [160, 168, 176, 184, 192]
     coarse = growth(160, 192, "65 epochs", "86.4%", 32)
     assert [coarse.size_at(at(epoch), 88) for epoch in (0, 70, 76, 76.1, 87)] == [160, 160, 160, 192, 192]
-
-
-@given(
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.floats(0, 5),
-    st.floats(0.01, 5),
-    st.sampled_from([None, 2, 3, 5]),
-    st.floats(0, 12),
-)
-def test_every_size_is_announced_and_between_the_ends(start, end, begin, length, stages, epochs):
-    schedule = growth(start * 16, end * 16, f"{begin:.3f}", f"{begin + length:.3f}", 16, stages)
-    size = schedule.size_at(at(epochs), 12)
-    assert size in schedule.all_sizes()
-    assert min(start, end) * 16 <= size <= max(start, end) * 16
-    if epochs >= begin + length + 0.01:
-        assert size == end * 16
 
 
 # --- batches -----------------------------------------------------------------------------------------------

@@ -343,20 +343,6 @@ def test_what_has_no_rectangles_is_refused_before_training(gallery):
         trainer(RectangularValidation()).fit(mixer, data(gallery))
 
 
-def test_after_a_fit_that_raised_other_data_are_validated_in_their_own_rectangles(gallery, photos):
-    class Fails(ImageClassifier):
-        def training_step(self, batch, batch_idx):
-            raise KeyError("here")
-
-    task, callback = classifier(kind=Fails), RectangularValidation()
-    failed = trainer(callback)
-    with pytest.raises(KeyError, match="here"):
-        failed.fit(task, data(gallery))
-    found = failed.validate(task, data(photos), verbose=False)
-    assert found == trainer(RectangularValidation()).validate(task, data(photos), verbose=False)
-    assert "val_loss_rect" in found[0]
-
-
 # --- the command -------------------------------------------------------------------------------------------
 
 CONFIG = """

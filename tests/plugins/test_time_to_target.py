@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
@@ -182,13 +182,6 @@ def test_the_clock_and_the_counts_survive_an_interruption(tmp_path):
     assert epochs == [1, 2, 3, 3, 4]
 
 
-def test_a_run_that_was_there_already_stops_at_once_unless_the_target_is_raised(tmp_path):
-    assert run(tmp_path / "run", TimeToTarget("val_score", 0.1)).global_step == 10
-    assert run(tmp_path / "run", TimeToTarget("val_score", 0.1), resume=True).global_step == 10
-    assert result(tmp_path / "run")["samples"] == 40
-    assert run(tmp_path / "run", TimeToTarget("val_score", 0.2), resume=True).global_step == 20
-
-
 def test_an_epoch_that_is_resumed_in_the_middle_goes_on_in_the_log(tmp_path):
     run(tmp_path / "run", TimeToTarget("val_score", 0.15), max_steps=7)
     assert result(tmp_path / "run")["epochs"] == 1.0  # where it was evaluated last
@@ -209,19 +202,6 @@ def test_a_run_that_must_go_on_keeps_its_time_to_target(tmp_path, capsys):
     assert capsys.readouterr().out.count("target reached") == 1
 
 
-def test_without_dlos_defaults_the_files_lie_where_lightning_logs(tmp_path):
-    class Loaders(Learns):
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.randn(SAMPLES, 3)), batch_size=BATCH)
-
-        val_dataloader = train_dataloader
-
-    for logger, folder in ((False, tmp_path), (CSVLogger(tmp_path), tmp_path / "lightning_logs/version_0")):
-        target = TimeToTarget("val_score", 0.05)
-        quiet_trainer(default_root_dir=tmp_path, logger=logger, callbacks=[target]).fit(Loaders())
-        assert result(folder)["reached"]
-
-
 # --- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -235,11 +215,6 @@ def test_a_direction_that_the_model_denies_is_refused(tmp_path):
     module.best_metric = ("val_score", "max")
     with pytest.raises(DloError, match="max for val_score, the best_metric of Learns, got min; set mode: max"):
         run(tmp_path / "run", TimeToTarget("val_score", 0.5, mode="min"), module=module)
-
-
-def test_a_run_without_validation_is_refused(tmp_path):
-    with pytest.raises(DloError, match="the run must validate"):
-        run(tmp_path / "run", TimeToTarget("val_score", 0.5), limit_val_batches=0)
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,6 @@ def test_every_element_has_one_owner(numels: list[int], ranks: int, align: int) 
 
 
 @given(SIZES, RANKS, ALIGN)
-def test_pieces_stand_in_the_buffer_where_their_parameters_do(numels: list[int], ranks: int, align: int) -> None:
-    partition = FlatPartition(tuple(numels), ranks, align)
-    for rank in range(ranks):
-        for piece in partition.pieces(rank):
-            assert 0 <= piece.offset < piece.offset + piece.length <= partition.segment
-            in_buffer = rank * partition.segment + piece.offset
-            assert in_buffer == partition.starts[piece.parameter] + piece.start
-
-
-@given(SIZES, RANKS, ALIGN)
 def test_parameters_and_segments_begin_at_multiples_and_the_rest_is_gaps(
     numels: list[int], ranks: int, align: int
 ) -> None:
