@@ -49,13 +49,6 @@ def test_a_length_that_does_not_fit_is_padded_with_what_has_no_target() -> None:
     assert batch["labels"].shape == (2, 5)
 
 
-def test_positions_are_counted_where_there_are_none_and_spread_over_rows() -> None:
-    ids = torch.zeros(2, 4, dtype=torch.long)
-    assert pad_batch({"input_ids": ids}, 2)["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
-    shared = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]])}
-    assert pad_batch(shared, 2)["position_ids"].tolist() == [[0, 1, 0, 1]] * 2
-
-
 @pytest.mark.parametrize("batch", [[torch.zeros(2, 4)], {"pixels": torch.zeros(2, 4)}, {"input_ids": torch.zeros(4)}])
 def test_other_batches_are_refused(batch: object) -> None:
     with pytest.raises(DloError, match=r"a batch must be a dict with `input_ids` \[B, L\]"):

@@ -63,14 +63,6 @@ def test_the_check_of_losses_reads_a_copy_that_is_the_hosts() -> None:
     assert waits_of(run) == []
 
 
-def test_a_stopped_recorder_adds_nothing() -> None:
-    recorder = WaitRecorder(torch.device("cpu"))
-    recorder.stopped = True
-    with recorder:
-        torch.ones(()).item()
-    assert recorder.waits() == []
-
-
 def test_copies_between_host_and_device_are_found_by_their_devices() -> None:
     recorder = WaitRecorder(torch.device("cuda"))
     there, here = torch.empty(2, device="meta"), torch.empty(2)

@@ -18,7 +18,7 @@ from dlo_plugins.profile.operations import (
     kind_of_kernel,
     kind_of_operator,
 )  # fmt: skip
-from dlo_plugins.profile.rank_profile import group_modules, memory_timeline
+from dlo_plugins.profile.rank_profile import memory_timeline
 from dlo_plugins.profile.step_breakdown import MARK, MODULE, Breakdown, HostFrames, Phases, break_down, parse_trace
 
 
@@ -180,12 +180,6 @@ def test_kinds_of_operators(name: str, kind: str | None) -> None:
     assert kind_of_operator(name) == kind
 
 
-def test_softmax_and_batched_products_of_attention_modules_are_attention() -> None:
-    assert kind_of_operator("aten::bmm", module="model.layers.3.self_attn") == ATTENTION
-    assert kind_of_operator("aten::bmm", module="model.layers.3.mlp") == MATRIX
-    assert kind_of_operator("aten::_softmax", module="encoder.attention.self") == ATTENTION
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -195,22 +189,6 @@ def test_softmax_and_batched_products_of_attention_modules_are_attention() -> No
 )  # fmt: skip
 def test_kinds_of_kernels_without_an_operator(name: str, kind: str) -> None:
     assert kind_of_kernel(name, "kernel", None) == kind
-
-
-def test_blocks_by_number_are_one_group() -> None:
-    found = broken(
-        [
-            mark("step 0", 0),
-            *(
-                op(MODULE + f"model.blocks.{n}.mlp.fc1.inner", 10 + 20 * n, 20 + 20 * n, "user_annotation")
-                for n in range(3)
-            ),
-            mark("end 0", 100),
-        ]
-    )
-    groups = group_modules(found.modules)
-    assert groups["model.blocks.*.mlp"].forward == pytest.approx(30e-6)
-    assert "(callbacks and loop)" in groups
 
 
 def test_memory_at_the_peak_is_named_by_module_and_phase() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
-from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.prune.callback import (
@@ -167,17 +166,6 @@ def test_movement_scores_are_the_sum_of_gradient_times_weight(tmp_path):
     assert compared == 34
 
 
-def test_pruned_weights_return_under_movement(tmp_path):
-    _, watch, _ = fit(tmp_path, method="movement", amount=0.7, begin="10%", end="90%", every=1, epochs=8)
-    returned = [
-        int((before[name] & ~after[name]).sum())
-        for before, after in zip(watch.masks, watch.masks[1:], strict=False)
-        for name in before
-    ]
-    assert sum(returned) > 0
-    assert watch.sparsity[-1] == pytest.approx(round(0.7 * 384) / 384)
-
-
 def test_sr_ste_is_the_papers_step(tmp_path):
     """W <- W - lr (g(W * M) + decay (1 - M) W), with M of the dense W; equation 9 of arXiv 2102.04010."""
     reference, net = Net("sgd"), Net("sgd")
@@ -250,33 +238,6 @@ def test_a_resumed_run_is_the_run(tmp_path, settings):
     assert all(torch.equal(one[name], two[name]) for name in one)
     before, after = weights_of(tmp_path / "one.ckpt"), weights_of(tmp_path / "two.ckpt")
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_an_average_is_zero_where_weights_are_pruned(tmp_path):
-    prune, ema = Prune(amount=0.75, every=1), WeightEMA(0.9)
-    seen: list[int] = []
-    net = Net()
-    inside = net.validation_step
-
-    def validate(batch: Tensor, batch_idx: int) -> None:
-        held = dict(net.named_parameters())
-        assert prune.shards is not None
-        seen.append(sum(int(held[i.name][i.pruned].count_nonzero()) for i in prune.shards.items))
-        seen.append(-int((held["net.0.weight"] != 0).sum()))
-        inside(batch, batch_idx)
-
-    net.validation_step = validate  # type: ignore[method-assign]
-    trainer = trainer_of(tmp_path, ema, prune)
-    trainer.fit(net, loader(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert {count for count in seen if count >= 0} == {0}
-    assert min(seen) < 0  # Some weights are left.
-    masks = masks_of(tmp_path / "last.ckpt")
-    average, trained = weights_of(tmp_path / "last.ckpt"), weights_of(tmp_path / "last.ckpt", "current_model_state")
-    for name, mask in masks.items():
-        assert not average[name][~mask].any()
-        assert not trained[name][~mask].any()
-        assert not torch.equal(average[name], trained[name])
 
 
 def test_masks_of_a_checkpoint_are_kept_by_the_next_run(tmp_path):

@@ -48,15 +48,6 @@ def test_each_group_has_a_threshold_of_its_own():
     assert second.tolist() == [True] * 7 + [False] * 3
 
 
-def test_two_halves_choose_as_one():
-    """Two parts of a tensor with their own indices, as two ranks hold them."""
-    scores = torch.randn(64).abs().round(decimals=1)
-    whole = pruned([scores], [40], [0])[0]
-    halves = pruned([scores[:20], scores[20:]], [40], [0, 0])
-    assert torch.equal(torch.cat(halves), whole)
-    assert int(whole.sum()) == 40
-
-
 def test_n_of_m_keeps_the_largest_and_the_first_of_equal_ones():
     assert keep_largest(torch.tensor([1.0, 3.0, 3.0, 3.0]), 2).tolist() == [False, True, True, False]
     weight = torch.randn(6, 8, 3)

@@ -15,7 +15,6 @@ from dlo_plugins.prune.structured import (
     kept_units,
     prune_channels,
     prune_weights,
-    remove_units,
     unit_scores,
 )
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -152,22 +151,6 @@ def test_blocks_are_removed_and_renumbered(family):
     assert len(smaller.parallel_plan().block_names(smaller.model)) == len(blocks) - 1
 
 
-def test_the_score_of_a_head_counts_what_writes_and_what_reads_it():
-    task = vision()
-    (group, *_) = find_units(task.model, task.parallel_plan(), "heads")
-    assert (group.count, group.width, group.ratio) == (4, 12, 1)
-    with torch.no_grad():
-        task.model.blocks[0].attn.proj.weight[:, 24:36] = 0
-    scores = unit_scores(group, task.model, dict(task.state_dict()))
-    assert int(scores.argmin()) == 2
-    assert float(scores[2]) == 0
-    weights = dict(task.state_dict())
-    remove_units(weights, group, task.model, kept_units(scores, 3))
-    kept = torch.cat([torch.arange(24), torch.arange(36, 48)])
-    whole = task.model.blocks[0].attn.qkv.weight.view(3, 48, 48)
-    assert torch.equal(weights["model.blocks.0.attn.qkv.weight"], whole[:, kept].reshape(108, 48))
-
-
 @pytest.mark.parametrize(
     ("amounts", "message"),
     [
@@ -238,7 +221,7 @@ def silence(task: Any, smaller: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "amount"),
-    [*((name, amount) for name in MODELS for amount in (0.5, 0.3) if name != "resnet_basic"), ("resnet_basic", 0.67)],
+    [*((name, 0.3) for name in MODELS if name != "resnet_basic"), ("resnet_basic", 0.67)],
 )
 def test_it_computes_what_is_left_and_trains(name: str, amount: float) -> None:
     task = task_of(*MODELS[name])
@@ -256,32 +239,6 @@ def test_it_computes_what_is_left_and_trains(name: str, amount: float) -> None:
     assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in task.parameters())
     smaller.train()(inputs).square().sum().backward()
     assert all(p.grad is not None for p in smaller.parameters())
-
-
-def test_a_smaller_model_is_pruned_again() -> None:
-    task = task_of(*MODELS["coatnet"])
-    once, _, _ = smaller_task(task, 0.3)
-    twice, _, _ = smaller_task(once, 0.5)
-    counts = [sum(group.count for group in each.channel_groups()) for each in (task, once, twice)]
-    assert counts[2] / counts[1] == pytest.approx(0.5, abs=0.06)
-    assert counts[1] / counts[0] == pytest.approx(0.7, abs=0.03)
-
-
-def test_the_score_is_of_the_norms_scale_and_of_the_readers() -> None:
-    task = task_of(*MODELS["resnet"])
-    group = task.channel_groups()[0]
-    assert (group.writers, group.channelwise, group.readers) == (
-        ("layer1.0.conv1",),
-        ("layer1.0.bn1",),
-        ("layer1.0.conv2",),
-    )
-    block = task.model.layer1[0]
-    with torch.no_grad():
-        block.conv1.weight[5] *= 1e3  # The norm undoes it.
-        block.bn1.weight[5] = 1e-4
-        block.conv2.weight[:, 9] = 0
-    scores = channel_scores(group, task.state_dict())
-    assert scores.argsort()[:2].tolist() == [9, 5]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def quantise(*words: str) -> int:
         os.environ.pop(runs.ENVIRONMENT, None)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8_weights", "int4_weights"])
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int8_weights", marks=pytest.mark.slow), "int4_weights"])
 def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, capfd) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

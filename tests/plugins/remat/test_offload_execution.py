@@ -161,22 +161,6 @@ def test_outputs_that_a_block_saves_leave_with_the_next_blocks_input() -> None:
     assert torch.equal(first.grad, expected.grad)  # type: ignore[arg-type]
 
 
-def test_a_simulated_link_takes_bytes_over_rate_in_each_direction() -> None:
-    clock = VirtualClock()
-    link = SimulatedLink(Link(1e3, 2e3), clock)
-    source = torch.arange(1000, dtype=torch.uint8)
-    begin = clock.perf_counter()
-    first, second = link.store(source), link.store(source)
-    there = first.finish()
-    assert clock.perf_counter() - begin == pytest.approx(1.0, abs=0.05)
-    back = link.load(there, torch.device("cpu"))
-    second.finish()
-    assert clock.perf_counter() - begin == pytest.approx(2.0, abs=0.05)
-    assert torch.equal(back.finish(), source)
-    assert clock.perf_counter() - begin == pytest.approx(2.0, abs=0.05)  # It took 0.5 s, beside the second copy.
-    assert clock.waited == pytest.approx(2.0, abs=0.1)
-
-
 def test_the_picture_has_the_copies() -> None:
     stages = [Stage(f"{n}", 10, (Mode("all", 100, 1.0, 2.0),)) for n in range(4)]
     chain = Chain((*stages, Stage("head", 0, (Mode("all", 0, 0.1, 0.1),))), 10)

@@ -117,34 +117,6 @@ def test_edges():
     assert solve(nothing, 10**18).nodes == keep_fastest(nothing).nodes
 
 
-def test_subchains_are_those_of_chains_of_their_own():
-    """What a program that splits a chain into stages asks the table."""
-    rng = random.Random(7)
-    for _ in range(10):
-        chain = random_chain(rng, 6, modes=2)
-        table = RotorTable(chain, 60, 1)
-        for first in range(6):
-            for last in range(first, 6):
-                part = Chain(chain.stages[first : last + 1], chain.input_of(first))
-                own, end = RotorTable(part, 60, 1), last - first
-                assert table.times(first, last).tolist() == own.times(0, end).tolist()
-                assert table.nodes(first, last, 60)[0].first == first
-
-
-def test_equal_blocks_are_computed_once():
-    chain = equal_chain(60, Mode("all", 30, 1.0, 2.0), 3)
-    table = RotorTable(chain, 600, 1)
-    assert len(table._times) == 60 + 61  # Sub-chains without and with the head.
-    other = replace(chain, stages=tuple(replace(s, forward_peak=0) for s in chain.stages))
-    unequal = Chain(
-        tuple(replace(s, modes=(replace(s.modes[0], forward=1.0 + i * 1e-9),)) for i, s in enumerate(other.stages)),
-        chain.input,
-    )
-    apart = RotorTable(unequal, 600, 1)
-    assert len(apart._times) == 61 * 62 // 2
-    assert apart.times(0, 60) == pytest.approx(table.times(0, 60), rel=1e-6)
-
-
 def test_a_large_chain_is_within_its_budget():
     rng = random.Random(8)
     stages = []

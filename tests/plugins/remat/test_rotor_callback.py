@@ -34,7 +34,7 @@ def plan_of(seen: Seen) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("budget", ["100%", "65%", "50%"])
+@pytest.mark.parametrize("budget", ["100%", "50%"])
 def test_steps_are_the_same_and_memory_is_within_the_budget(budget: str, plain: Seen) -> None:
     found = train("net", budget, measures=True)
     assert_same(plain, found)
@@ -114,9 +114,6 @@ def test_a_budget_in_which_nothing_fits_names_the_least_that_does() -> None:
         train("net", "5%")
     least = re.findall(r"set it to (\d+)%", str(refused.value))[0]
     train("net", f"{least}%")
-    with pytest.raises(DloError, match=r"budget must be at least \d+ bytes .* got 1000 \(1.0 kB\)") as refused:
-        train("net", 1000)
-    train("net", int(re.findall(r"at least (\d+) bytes", str(refused.value))[0]))
 
 
 def test_blocks_that_recompute_already_are_refused() -> None:

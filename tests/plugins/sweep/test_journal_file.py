@@ -1,16 +1,12 @@
 """The journal: what several processes append is there once, also after the death of one in mid-line."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 
-import pytest
 from optuna.storages.journal import JournalFileBackend
 
-from dlo_framework.errors import DloError
-from dlo_framework.lock import ProcessLock
 from dlo_plugins.sweep.trial_queue import JournalLock
 
 APPEND = """
@@ -53,33 +49,3 @@ def test_a_line_that_was_cut_off_is_not_read_and_the_next_writer_removes_it(tmp_
     open_journal(path).append_logs([{"n": 3}])
     assert [log["n"] for log in one.read_logs(2)] == [3]
     assert [log["n"] for log in open_journal(path).read_logs(1)] == [1, 3]
-
-
-def test_a_lock_ends_with_its_process(tmp_path):
-    path = tmp_path / "lock"
-    code = (
-        "import sys, time; from pathlib import Path; from dlo_framework.lock import ProcessLock\n"
-        "with ProcessLock(Path(sys.argv[1])).held():\n    print('held', flush=True); time.sleep(60)\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    waiting = subprocess.Popen([sys.executable, "-c", code.replace("time.sleep(60)", "pass"), str(path)],
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(timeout=1.0)
-    holder.kill()
-    holder.communicate()
-    assert waiting.communicate(timeout=30)[0] == "held\n"
-
-
-def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(38, os.strerror(38))
-
-    monkeypatch.setattr("dlo_framework.lock.fcntl.lockf", refuse)
-    with (
-        pytest.raises(DloError, match="must be on a file system with POSIX locks"),
-        ProcessLock(tmp_path / "lock").held(),
-    ):
-        pass

@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_plugins.sweep.sweep_trial import SweepTrial, restart_group
+from dlo_plugins.sweep.sweep_trial import SweepTrial
 from dlo_plugins.sweep.trial_process import CONNECTION
 
 
@@ -106,10 +106,6 @@ def test_a_resumed_trial_counts_on(tmp_path):
     assert [one["step"] for one in worker.reports] == [3, 4]
 
 
-def test_a_run_without_a_worker_reaches_its_end(tmp_path):
-    assert fit(tmp_path, SweepTrial("val_loss")).global_step == 20
-
-
 def test_a_run_whose_worker_has_died_ends_at_its_validation(tmp_path):
     worker = FakeWorker(dies_at=2)
     with pytest.raises(Exception, match="the sweep's worker has died"):
@@ -178,9 +174,3 @@ def test_a_copied_trial_trains_with_the_configs_options_and_its_schedules_progre
     assert [rate for rate, _ in kept.seen] == pytest.approx([0.1 * factor for factor in expected])
     assert {decay for _, decay in changed.seen} == {0.4}
     assert {decay for _, decay in kept.seen} == {0.1}
-
-
-def test_a_groups_rate_keeps_the_part_that_a_schedule_sets():
-    group = {"lr": 0.02, "initial_lr": 0.1, "weight_decay": 1.0, "params": [1]}
-    restart_group(group, {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 2.0})
-    assert group == {"lr": pytest.approx(0.1), "initial_lr": 0.5, "weight_decay": 2.0, "params": [1]}

@@ -56,12 +56,6 @@ def test_a_process_that_is_killed_is_started_again(queue):
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE"]
 
 
-def test_a_worker_that_does_not_wait_ends_when_the_rest_is_others(queue):
-    queue.claim()
-    queue.claim()
-    assert SweepWorkers(TrialQueue(queue.folder, queue.settings), waits=False).run() == 0
-
-
 def test_trials_of_workers_share_cores_and_gpus(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep_worker.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)

@@ -11,7 +11,6 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_framework.lock import RunLock
 from dlo_plugins.sweep import trial_queue
-from dlo_plugins.sweep.sweep_report import values_of
 from dlo_plugins.sweep.sweep_settings import SweepSettings, check_methods, read_settings, trial_seed
 from dlo_plugins.sweep.sweep_worker import SweepWorkers, trial_config
 from dlo_plugins.sweep.trial_queue import TrialQueue
@@ -63,17 +62,6 @@ def test_two_processes_share_the_trials_and_each_runs_once(make, tmp_path, stora
         queue.release(claim.number)
     assert one.unfinished() == 0
     assert states(other) == ["COMPLETE"] * 5
-
-
-def test_a_report_names_the_values_that_a_trial_ended_with(make):
-    queue = make()
-    first, second = queue.claim(), queue.claim()
-    changed = dict(first.values, **{next(iter(first.values)): 0.5})
-    for claim, ended_with in ((first, changed), (second, None)):
-        queue.report(claim.number, 1, 0.5)
-        queue.finish(claim.number, ended_with=ended_with)
-    found = [values_of(trial) for trial in queue.study.get_trials(deepcopy=False)[:2]]
-    assert found == [changed, second.values]
 
 
 def test_values_depend_on_seed_and_number_and_not_on_the_worker(make):
@@ -144,16 +132,6 @@ def test_a_trial_that_kills_its_process_again_and_again_has_failed(make):
     assert "its process died 3 times without progress" in queue.describe(0)
 
 
-def test_one_that_goes_on_between_kills_has_not(make):
-    queue = make(trials=1)
-    for number in range(2 * trial_queue.STARTS):
-        claim = queue.claim()
-        queue.note_start(claim.number)
-        queue.report(claim.number, number + 1, 0.5)
-        forget(queue, claim.number)
-    assert queue.claim() is not None
-
-
 def test_more_trials_are_added_and_fewer_are_refused(make, tmp_path):
     make(trials=2)
     assert len(states(make(trials=5))) == 5
@@ -206,7 +184,7 @@ def objective(claim, answer):
     return 0
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
+@pytest.mark.parametrize("sampler", ["tpe", pytest.param("gp", marks=pytest.mark.slow), "cmaes", "random"])
 def test_samplers_run_and_the_model_based_ones_come_nearer(make, sampler):
     queue = make(sampler=sampler, trials=30)
     assert SweepWorkers(queue, runner=objective).run() == 0
@@ -217,8 +195,10 @@ def test_samplers_run_and_the_model_based_ones_come_nearer(make, sampler):
         assert sum(late) < sum(early), (sampler, values)
 
 
-@pytest.mark.parametrize(("pruner", "sampler"), [("median", "random"), ("asha", "random"), ("hyperband", "random"),
-                                                 ("bohb", "tpe")])  # fmt: skip
+@pytest.mark.parametrize(("pruner", "sampler"), [
+    ("median", "random"), ("asha", "random"), ("bohb", "tpe"),
+    pytest.param("hyperband", "random", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_pruners_stop_the_worse_and_keep_the_best(make, pruner, sampler):
     queue = make(pruner=pruner, sampler=sampler, trials=40, validations=9)
     assert SweepWorkers(queue, runner=objective).run() == 0

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.parallel.tensor import installation
 from dlo_plugins.parallel.tensor.inference.block_proof import run_on_threads
@@ -108,13 +106,6 @@ def test_what_a_plan_names_itself_stays() -> None:
     assert not lacks_rules(vit.model, vit.parallel_plan())
 
 
-def test_attention_that_the_ranks_do_not_divide_stays_whole() -> None:
-    task = task_of("deepseek_v3", num_attention_heads=3, num_key_value_heads=3, intermediate_size=48).on_meta()
-    found = make_tp_plan(task.model, completed(task), 2)
-    assert found.divisions
-    assert not {name for name in found.divisions if ".self_attn." in name}
-
-
 def test_gpt_oss_has_its_heads_and_sinks_divided_beside_experts_with_biases() -> None:
     task = task_of("gpt_oss").on_meta()
     inferred = infer_rules(task, task.parallel_plan(), Shapes()).plan.tensor
@@ -122,19 +113,3 @@ def test_gpt_oss_has_its_heads_and_sinks_divided_beside_experts_with_biases() ->
     assert (rules["q_proj"], rules["sinks"], rules["o_proj"]) == (Rule.HEADS, Rule.HEADS, Rule.ROW)
     found = make_tp_plan(task.model, completed(task), 2)
     assert "model.layers.0.mlp.experts.down_proj_bias" in found.partial
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.ModuleDict({"latent": nn.Linear(8, 6), "up": nn.Linear(4, 8), "out": nn.Linear(8, 8)})
-
-
-@pytest.mark.parametrize(("count", "rule"), [(6, "row"), (2, "column")])
-def test_shared_features_that_do_not_fit_are_refused(count: int, rule: str) -> None:
-    rules: dict[str, Any] = {"mix.up": "column", "mix.out": "row"}
-    if rule == "column":
-        rules = {"mix.latent": "column", **rules}
-    plan = ParallelPlan(tensor=rules, shared_features={"mix.latent": count})
-    with pytest.raises(DloError, match=f"shared_features must be fewer than the 6 output features.*got {count}"):
-        make_tp_plan(Net(), plan, 2)

@@ -1,16 +1,12 @@
 """Tensor rules of models whose families bring none: what is found, and what the proof refuses."""
 
-from typing import Any
-
 import pytest
-import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import Rule
 from dlo_framework.task import Task
 from dlo_plugins.parallel.tensor.inference.inferred_rules import InferredRules, infer_rules
-from dlo_plugins.parallel.tensor.local_shapes import LocalSizes, local_expansion, local_shape
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.parallel.tensor.tp_planner import SHAPING, make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -106,20 +102,6 @@ def test_queries_beside_one_key_and_value() -> None:
     assert "layers.0.mix" not in undivided.regions
 
 
-@pytest.mark.parametrize(
-    ("given", "shape", "expected"),
-    [
-        ((2, 1, 1, 16, 8), (2, 1, 4, 16, 8), [2, 1, 2, 16, 8]),
-        ((2, 1, 16, 8), (2, 4, 16, 8), [2, 2, 16, 8]),
-        ((2, 1, 16, 16), (2, 4, 16, 16), [2, 4, 16, 16]),  # no heads' features
-        ((1, 16, 8), (-1, 16, 8), [-1, 16, 8]),
-    ],
-)
-def test_one_key_is_repeated_for_a_rank_s_heads(given: Any, shape: Any, expected: list[int]) -> None:
-    assert local_expansion(given, shape, LocalSizes(2, 4, 1, 8)) == expected
-    assert local_expansion(given, shape, LocalSizes(2, 4, 4, 8)) == list(shape)
-
-
 def test_code_that_reshapes_to_full_features_and_checks_its_number_of_heads() -> None:
     """TrOCR's attention compares shapes with its attribute, and reshapes to its full width."""
     found = rules_of(CausalLM(config=tiny("trocr", dropout=False)))
@@ -151,14 +133,6 @@ def test_queries_keys_and_values_of_different_widths() -> None:
     assert plan.rule_for("stages.1.downsample.attn_downsample.q.ln.linear") is Rule.COLUMN
     cut = make_tp_plan(task.model, TensorParallel().complete_plan(task, task.parallel_plan(), 2), 2)
     assert (cut.regions[block].heads, cut.regions[block].width) == (4, 16)
-
-
-def test_attention_whose_convolution_reshapes_pixels_with_the_heads() -> None:
-    args = {"embed_dim": 32, "num_heads": 4, "depth": 6, "init_channels": 8}
-    task = ImageClassifier("visformer_tiny", num_classes=3, image_size=64, model_args=args).on_meta()
-    found = infer_rules(task, task.parallel_plan())
-    assert {found.plan.tensor[name] for name in found.plan.tensor if name.endswith("attn.qkv")} == {Rule.QKV}
-    assert not found.whole
 
 
 def test_blocks_of_another_class_under_the_same_names_keep_their_projections() -> None:
@@ -230,26 +204,3 @@ def test_sequence_parallelism_needs_rules_of_the_family() -> None:
     task = ForeignTask().on_meta()
     with pytest.raises(DloError, match="sequence_parallel must have the tensor rules of the model's family"):
         TensorParallel(sequence_parallel=True).complete_plan(task, task.parallel_plan(), 2)
-
-
-SIZES = LocalSizes(ranks=2, heads=4, kv=2, width=8)
-
-
-@pytest.mark.parametrize(
-    ("given", "asked", "local"),
-    [
-        ((2, 5, 16), (2, 5, 4, 8), (2, 5, 2, 8)),
-        ((2, 5, 48), (2, 5, 3, 4, 8), (2, 5, 3, 2, 8)),
-        ((2, 5, 48), (2, 5, 3, 4, -1), (2, 5, 3, 2, 8)),
-        ((2, 5, 2, 8), (2, 5, 32), (2, 5, 16)),
-        ((2, 5, 2, 8), (2, 5, -1), (2, 5, -1)),  # already this rank's
-        ((2, 2, 5, 5), (8, 5, 5), (4, 5, 5)),  # batch times heads
-        ((4, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8)),
-        ((4, 5, 16), (4, 5, 4, 8), (4, 5, 2, 8)),  # as many samples as heads
-        ((2, 5, 8), (2, 5, 2, 8), (2, 5, 1, 8)),  # key/value heads
-        ((2, 5, 32), (2, 5, 4, 8), (2, 5, 4, 8)),  # a full tensor
-    ],
-)
-def test_full_sizes_in_a_reshape_become_a_ranks_own(given: Any, asked: Any, local: Any) -> None:
-    assert local_shape(given, asked, SIZES) == list(local)
-    torch.zeros(given).reshape(local)

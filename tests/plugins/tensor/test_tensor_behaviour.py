@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
@@ -353,22 +352,6 @@ def _compiled(rank: int, world_size: int) -> None:
         assert_close(found[1], found[0], 1e-6, f"compiled, sequence {sequence_parallel}")
 
 
-def _checkpointed_parts(rank: int, world_size: int) -> None:
-    """Recomputation of a region alone, and of a part of one."""
-    gradients = []
-    for recompute in (False, True):
-        model = dropping()
-        cut(model)
-        if recompute:
-            for name in ("blocks.0.attn", "blocks.1.mlp"):
-                part = model.get_submodule(name)
-                part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
-        torch.manual_seed(5)
-        image_loss(model).backward()
-        gradients.append(whole_gradients(model))
-    assert_close(gradients[1], gradients[0], 0.0, "recomputed regions")
-
-
 def _selective(rank: int, world_size: int) -> None:
     for sequence_parallel in (False, True):
         found, counts = [], []
@@ -412,7 +395,7 @@ def _overlapped(rank: int, world_size: int) -> None:
 
 CHECKS = (
     *(_volume, _order, _stages, _kept, _overlapped, _dropout, _dropout_recomputed, _after_an_error, _others, _own),
-    *(_checkpointed_parts, _selective),
+    _selective,
 )
 
 
