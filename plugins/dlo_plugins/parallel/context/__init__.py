@@ -4,6 +4,6 @@ A batch is sharded along its sequence (`sequence_layout`), with the positions of
 runs on pairs of chunks (`block_attention`, `blockwise`), while keys and values are sent around a ring (`ring`), or
 after an all-to-all of queries, keys and values by heads (`ulysses`). Only `transformers_attention` knows transformers.
 
-Why not torch's ``context_parallel``: it takes no mask (`tests/plugins/test_torch_counterparts.py`), so neither packed
+Why not torch's ``context_parallel``: it takes no mask, so neither packed
 documents nor sliding windows; and it is experimental, with kernels of accelerators alone.
 """

@@ -6,6 +6,6 @@
 modules are those of timm, transformers or the user; vocabularies and sequences need not be divisible by the ranks.
 
 Why not torch's ``parallelize_module``: it shards layers by rules, and leaves it to the model's code to compute with the
-slices. timm's attention reshapes to its full width, and raises (`tests/plugins/test_torch_counterparts.py`); here
+slices. timm's attention reshapes to its full width, and raises; here
 heads, fused projections, norms over sharded features and vocabularies are handled without a change of the model.
 """
