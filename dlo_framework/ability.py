@@ -13,7 +13,7 @@ The one who has abilities declares them, and gives the reason for those that its
 
     strategy.ability(SplitsSequences)  # MySplit, or "context parallelism does not support MyStrategy: its `split` ..."
 
-A class may also derive from an ability, and so be it.
+A class may also derive from an ability, and so have it, unless `abilities` gives a reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HasAbilities:
 
     def find_ability(self, kind: type[A]) -> A | None:
         """Returns an ability; None without it."""
-        found = self if isinstance(self, kind) else self.abilities().get(kind)
+        found = self.abilities().get(kind, self)
         return found if isinstance(found, kind) else None
 
     def ability(self, kind: type[A], feature: str = "") -> A:
@@ -60,10 +60,11 @@ class HasAbilities:
         Raises:
             DloError: This one does not have it; the message has the reason and the fix.
         """
-        found = self if isinstance(self, kind) else self.abilities().get(kind, kind.missing)
+        found = self.abilities().get(kind, self)
         if isinstance(found, kind):
             return found
-        raise DloError(f"{feature or kind.feature} does not support {self.ability_owner}: {found}")
+        reason = found if isinstance(found, str) else kind.missing
+        raise DloError(f"{feature or kind.feature} does not support {self.ability_owner}: {reason}")
 
     @property
     def ability_owner(self) -> str:

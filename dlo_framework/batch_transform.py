@@ -13,15 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, default_collate
+
+from dlo_framework.callback import PluginCallback
 
 _TRANSFER = "batch_to_device"
 _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class BatchTransform(Callback, ABC):
+class BatchTransform(PluginCallback, ABC):
     """Callback that changes each training batch after its transfer to the device; evaluation is unaffected.
 
     A subclass implements :meth:`transform`. If it overrides ``setup``, ``teardown``, ``on_exception`` or
@@ -73,7 +75,7 @@ class BatchTransform(Callback, ABC):
         leave_transfer(trainer)
 
 
-class BatchCopier(Callback, ABC):
+class BatchCopier(PluginCallback, ABC):
     """Callback that copies batches to the device in its own way; the first one in the transfer is used."""
 
     @abstractmethod

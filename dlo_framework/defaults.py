@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from dlo_framework.accelerator import AcceleratorSettings
+from dlo_framework.callback import PluginCallback
 from dlo_framework.distributed.collectives import collectives_begun
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.signals import GRACE
@@ -25,6 +26,7 @@ from dlo_framework.progress import AccumulationTail
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
 from dlo_framework.run import resume, runs
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
+from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
@@ -218,7 +220,7 @@ class LastCheckpoint(_SavesAtEnds):
         )
 
 
-class EndCheckpoint(Callback):
+class EndCheckpoint(PluginCallback):
     """Saves ``last.ckpt`` when training ends or raises, unless it already holds that state; on by default.
 
     Training may end at any step: by ``max_steps`` or ``max_time`` in mid-epoch, by a target, by a callback that stops
@@ -303,7 +305,11 @@ class EndCheckpoint(Callback):
         process group: otherwise those of a save would pair with others.
         """
         begun = collectives_begun()
-        if begun is None or contract_of(trainer.strategy).pipelined is not None or not self._can_save(trainer):
+        if (
+            begun is None
+            or contract_of(trainer.strategy).find_ability(Pipelined) is not None
+            or not self._can_save(trainer)
+        ):
             return ""
         loop = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress, loop.val_loop.batch_progress, loop.automatic_optimization.optim_progress

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import check_number
 from dlo_framework.placed_model import PlacedModel, evaluation_mode
@@ -33,7 +34,7 @@ _STATE = "averaging_state"
 _REST = "averaging_rest"
 
 
-class WeightEMA(Callback):
+class WeightEMA(PluginCallback):
     """Averages the weights after each optimizer step, and evaluates and saves the average.
 
     Validation uses the average; training continues with the trained weights. When training ends, the module holds the
@@ -51,6 +52,7 @@ class WeightEMA(Callback):
 
     #: Shows ExactResume that this callback loads the trained weights of a checkpoint that has both.
     loads_trained_weights = True
+    needs_equal_copies = True
 
     def __init__(self, decay: float = 0.9999) -> None:
         check_number("the EMA decay", decay, "at least 0 and below 1", "0.9999 is usual, 0.999 for short runs")
@@ -282,7 +284,7 @@ def _to_fp32(tensor: Tensor) -> Tensor:
 _KEY = "frozen_average"
 
 
-class AveragedModel(PlacedModel, Callback):
+class AveragedModel(PlacedModel, PluginCallback):
     """Average of the run's own model, whose weights are in the model for the time of a forward.
 
     Each rank keeps the average of its shards; the model's own placement computes with them. The average is in the

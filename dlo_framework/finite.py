@@ -7,19 +7,21 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
 from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
 from dlo_framework.run.resume import mid_accumulation
+from dlo_framework.strategy_abilities import DelayedGradients, ExplainsNaN, Pipelined
 from dlo_framework.strategy_contract import contract_of
 
 
-class FiniteLoss(Callback):
+class FiniteLoss(PluginCallback):
     """Keeps a NaN or infinite loss or gradient, on any rank, from reaching the weights; on by default, stops the run.
 
     One such loss makes the mean of the ranks' gradients NaN, and the next step the weights of all. Here all ranks check
@@ -81,7 +83,8 @@ class FiniteLoss(Callback):
         control_group(trainer)
         self._gradient.clear()
         self._looks = self.on_nan != "ignore" and getattr(trainer.precision_plugin, "scaler", None) is None
-        self._told_by_strategy = self._looks and contract_of(trainer.strategy).watch_losses(self._flag.look)
+        stages = contract_of(trainer.strategy).find_ability(Pipelined)
+        self._told_by_strategy = self._looks and stages is not None and stages.register_loss_hook(self._flag.look)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Checks each batch by itself with manual optimization."""
@@ -100,8 +103,7 @@ class FiniteLoss(Callback):
         if self._gradient.read():  # The flag stays, so that nothing saves these weights.
             raise mark_agreed(DloError(_message(trainer, _Problem.TAKEN)))
         problem = _Problem.LOSS if self._flag.read() else None
-        contract = contract_of(trainer.strategy)
-        if not (contract.drops_gradients or contract.delays_gradients):
+        if not (drops_gradients(trainer) or _delays(trainer)):
             self._gradient.look(agreed_gradient_norm(trainer, optimizer))
             if self.on_nan == "skip" or self._gradient.is_known:
                 if problem is None and self._gradient.read():
@@ -189,10 +191,14 @@ def _agree(trainer: Trainer, problem: _Problem | None) -> tuple[int, _Problem | 
     vote = torch.tensor(len(_Problem) * world if problem is None else problem * world + trainer.global_rank)
     group = control_group(trainer)
     # Ranks whose gradients are delayed have the same loss: none waits for another.
-    if group is not None and not contract_of(trainer.strategy).delays_gradients:
+    if group is not None and not _delays(trainer):
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
     kind, rank = divmod(int(vote), world)
     return rank, None if kind == len(_Problem) else _Problem(kind)
+
+
+def _delays(trainer: Trainer) -> bool:
+    return contract_of(trainer.strategy).find_ability(DelayedGradients) is not None
 
 
 def _describe(trainer: Trainer, problem: _Problem, rank: int) -> str:
@@ -213,7 +219,8 @@ _ADVICE = (
 
 def _message(trainer: Trainer, problem: _Problem, rank: int = 0) -> str:
     taken = problem is _Problem.TAKEN
-    hint = contract_of(trainer.strategy).nan_hint
+    cause = contract_of(trainer.strategy).find_ability(ExplainsNaN)
+    hint = "" if cause is None else cause.nan_hint
     return (
         f"{_describe(trainer, problem, rank)}; "
         + (

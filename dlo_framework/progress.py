@@ -13,9 +13,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def optimizer_steps(trainer: Trainer) -> float:
 # --- accumulation --------------------------------------------------------------------------------------------
 
 
-class AccumulationTail(Callback):
+class AccumulationTail(PluginCallback):
     """Makes the last gradient of an epoch the mean over its own batches; on by default.
 
     Lightning (2.6) divides each loss by ``accumulate_grad_batches``, also if the epoch ends in the middle of a window:

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader
 from dlo_framework.ema import WeightAverage
 from dlo_framework.errors import DloError
@@ -202,13 +203,14 @@ def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
         yield rehearsal
 
 
-class BeforeTraining(Callback, ABC):
+class BeforeTraining(PluginCallback, ABC):
     """Callback that trains on the side once, before the first batch of a run that is not resumed.
 
     It does so in ``on_train_epoch_start``: by then ``on_train_start`` has been called everywhere, in the module too.
     And it moves before all other callbacks, so that none has begun the epoch.
     """
 
+    left_out_of_parity = "it acts before training"
     #: Order among several such callbacks.
     turn = 0
 

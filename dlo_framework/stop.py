@@ -7,6 +7,7 @@ synchronised.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -24,6 +25,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
 
+from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.distributed.failure import exit_process
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.launcher import WatchedRanks
@@ -32,6 +34,7 @@ from dlo_framework.distributed.stacks import print_stack
 from dlo_framework.errors import OrderlyEnd, check_number
 from dlo_framework.run import runs
 from dlo_framework.run.resume import mid_accumulation
+from dlo_framework.strategy_abilities import SavesInBackground
 from dlo_framework.strategy_contract import contract_of
 
 #: Minutes after the last checkpoint when the state is saved.
@@ -60,7 +63,7 @@ class _Request:
         self.pid = 0  # of the process that has installed the handlers
 
 
-class GracefulStop(Checkpoint):
+class GracefulStop(PluginCallback, Checkpoint):
     """Saves ``last.ckpt`` every ten minutes, and on Ctrl-C, SIGTERM or SIGUSR1, which end the run; on by default.
 
     A run saves at the next optimizer step when ``minutes`` have passed since its last checkpoint, by rank 0's clock.
@@ -153,7 +156,7 @@ class GracefulStop(Checkpoint):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Notes the step that begins, where backward changes weights."""
-        if contract_of(trainer.strategy).drops_gradients:
+        if drops_gradients(trainer):
             self.stepping = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -176,7 +179,8 @@ class GracefulStop(Checkpoint):
             trainer._logger_connector.update_train_step_metrics()
             self._stop(trainer, signum)
         if is_due and at_end:
-            with contract_of(trainer.strategy).saving_in_background():
+            saver = contract_of(trainer.strategy).find_ability(SavesInBackground)
+            with contextlib.nullcontext() if saver is None else saver.saving_in_background():
                 trainer.save_checkpoint(self.folder / runs.LAST)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

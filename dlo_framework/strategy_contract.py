@@ -9,25 +9,25 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.ability import HasAbilities
+from dlo_framework.ability import Ability, HasAbilities
 from dlo_framework.local_memory import state_bytes
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
+from dlo_framework.strategy_abilities import Replicas
 
 
 class StrategyContract(HasAbilities):
@@ -46,14 +46,8 @@ class StrategyContract(HasAbilities):
     has_master_weights = False
     #: Whether a forward outside of a step must be called on all ranks: parameters may be gathered for it.
     forward_needs_all_ranks = False
-    #: Pipelined task of a model that is cut into stages; None without a pipeline.
-    pipelined: Any = None
     #: Process groups of a mesh (:class:`~dlo_framework.distributed.groups.MeshGroups`); None without one.
     groups: Any = None
-    #: Whether each step applies the gradients of the step before, and returns its loss, the same on all ranks.
-    delays_gradients = False
-    #: Causes in the strategy of a loss that is NaN, for an error message; empty if none are known.
-    nan_hint = ""
     #: Checkpoint that ``dlo`` has found for the run. Lightning's trainer knows it only once it is loaded, after setup
     #: where state is sharded.
     checkpoint_to_load: str | None = None
@@ -81,26 +75,6 @@ class StrategyContract(HasAbilities):
         if type(_strategy_of(self)).reduce is not DDPStrategy.reduce or not dist.is_initialized():
             return None
         return dist.group.WORLD
-
-    @property
-    def copies(self) -> int | None:
-        """Number of copies of parameters and optimizer state; None where nothing can keep their gradients apart."""
-        return None
-
-    #: Whether each copy trains by itself, see :meth:`separate_copies`.
-    separates = False
-
-    def separate_copies(self) -> None:
-        """Makes each copy train by itself: gradients are averaged over a copy's ranks. Called before setup."""
-        raise NotImplementedError(f"{type(_strategy_of(self)).__name__} has no copies that it can separate")
-
-    def norm_of_copy(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once.
-
-        Args:
-            values: Tensors in the shape of this rank's shards of parameters, by parameter name; called on all ranks.
-        """
-        return total_norm(values.values())
 
     # --- state of the run ----------------------------------------------------------------------------------
 
@@ -196,35 +170,6 @@ class StrategyContract(HasAbilities):
             if name in saved:
                 parameter.grad = with_strides_of(parameter, saved[name].to(parameter.device))
 
-    def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
-        """Returns the gradients that the next step applies, in a checkpoint's form, and the loss of the last batch.
-
-        None if the strategy does not delay gradients, or no step has run; no gradients in the first accumulation.
-        Called on all ranks.
-        """
-        return None
-
-    def restore_delayed_gradients(self, saved: Mapping[str, Any] | None, loss: float) -> None:
-        """Restores the gradients that the next step applies.
-
-        Args:
-            saved: Gradients of a checkpoint, by parameter name; None in the first accumulation of a run.
-            loss: Loss of the last batch.
-        """
-        rank_zero_info(
-            "the checkpoint is of a run that applies gradients one step later, which this one does not: the gradients"
-            " of its last batch are dropped"
-        )
-
-    def saving_in_background(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which checkpoints are written in the background, where the strategy can."""
-        return contextlib.nullcontext()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
-        return False
-
     # --- before processes start ----------------------------------------------------------------------------
 
     def check_model(
@@ -300,60 +245,6 @@ class StrategyContract(HasAbilities):
         context = strategy.precision_plugin.forward_context
         return PlacedModel(_module_of(self), strategy.root_device, context=context, moved=True)
 
-    # --- steps ---------------------------------------------------------------------------------------------
-
-    def send_gradients_in(self, dtype: torch.dtype) -> bool:
-        """Makes data-parallel ranks send their gradients in a half precision; called before the strategy's setup.
-
-        Args:
-            dtype: Dtype of what is sent; gradients are summed in it, and kept in their own.
-
-        Returns:
-            Whether the strategy does; False where it does not reduce gradients itself.
-
-        Raises:
-            DloError: An option of the strategy sets another dtype.
-        """
-        return False
-
-    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
-        """Calls a function with each loss of the steps to come on the rank that computes it.
-
-        Args:
-            look: Function of a scalar on the device, in the graph; it must not wait for the device.
-
-        Returns:
-            Whether the strategy does; False where the loss that ``training_step`` returns is the first.
-        """
-        return False
-
-    #: Whether gradients are stepped and dropped during backward, see :meth:`watch_gradients`.
-    drops_gradients = False
-
-    @property
-    def gradients_wait(self) -> str:
-        """Reason, by the options, why gradients are complete at the end of backward only, and a fix; empty if not.
-
-        In an error "where" is before it. It is known before ranks start.
-        """
-        return "nothing says when a parameter's gradient is complete; use ddp, zero1 to zero3, or fsdp"
-
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in each backward with tensors that the optimizer steps, when their gradients are complete.
-
-        Args:
-            ready: Function of stepped tensors that have gradients, averaged over the ranks; it drops the gradients.
-                None ends the calls.
-
-        Returns:
-            Reason why the strategy does not, as :attr:`gradients_wait`, or by the optimizer; empty where it does.
-        """
-        return "" if ready is None else self.gradients_wait
-
-    def full_sequences(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the model takes full sequences, also where ranks share those of the steps."""
-        return contextlib.nullcontext()
-
 
 class ForeignStrategy(StrategyContract):
     """Adapter for a strategy that does not implement the contract.
@@ -371,6 +262,10 @@ class ForeignStrategy(StrategyContract):
         found = self._strategy()
         assert found is not None, "the Trainer that has the strategy is gone"
         return found
+
+    def abilities(self) -> dict[type[Ability], Ability | str]:
+        """Returns the abilities of Lightning's strategies."""
+        return {Replicas: Replicas()} if isinstance(self.strategy, SingleDeviceStrategy) else {}
 
     @property
     def ability_owner(self) -> str:

@@ -235,7 +235,7 @@ def _registered(scheme: str) -> CheckpointStore | None:
     point = next(iter(installed_points().select(group=GROUP, name=scheme)), None)
     if point is None:
         return None
-    return load_instance(point, "checkpoint store", CheckpointStore)  # type: ignore[type-abstract]
+    return load_instance(point, "checkpoint store", CheckpointStore)
 
 
 class HashedFile:

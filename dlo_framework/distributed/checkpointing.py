@@ -53,6 +53,7 @@ from dlo_framework.random_streams import (
 )
 from dlo_framework.run.resume import as_replayed, give_generator
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
+from dlo_framework.strategy_abilities import SavesInBackground
 from dlo_framework.strategy_contract import StrategyContract, data_share, plain_name
 
 #: Formats in which checkpoints are written.
@@ -84,7 +85,7 @@ class ShardOwner:
 BUCKETS = 4
 
 
-class CanonicalStrategy(Strategy, StrategyContract):
+class CanonicalStrategy(Strategy, StrategyContract, SavesInBackground):
     """Lightning strategy that writes and reads canonical checkpoints.
 
     The defaults suit strategies whose optimizers step the module's own parameters, plain or DTensor. A strategy whose

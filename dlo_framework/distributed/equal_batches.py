@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import contract_of
 
 
-class EqualBatches(Callback):
+class EqualBatches(PluginCallback):
     """Ends a run whose ranks have different numbers of batches with an error, instead of a hang; on by default.
 
     dlo's own loaders give all ranks the same number. With other loaders, their lengths are compared before training,

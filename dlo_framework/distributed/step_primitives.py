@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.precision import without_empty_clipping
+from dlo_framework.strategy_abilities import Replicas
 from dlo_framework.strategy_contract import contract_of
 
 
@@ -43,7 +44,8 @@ def agreed_gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
     scaler: Any = getattr(plugin, "scaler", None)
     if scaler is not None and _unscales_itself(inner):
         norm = norm / scaler._scale.to(norm.device)  # torch (2.11 to 2.15): `get_scale` waits for the device.
-    return strategy.reduce(norm, reduce_op="mean") if contract_of(strategy).separates else norm
+    replicas = contract_of(strategy).find_ability(Replicas)
+    return norm if replicas is None or not replicas.separates else strategy.reduce(norm, reduce_op="mean")
 
 
 @torch.no_grad()

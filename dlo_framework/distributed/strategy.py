@@ -27,6 +27,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from dlo_framework.ability import Ability
 from dlo_framework.distributed.checkpointing import BUCKETS, CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, unused_message, unused_numbers
@@ -35,6 +36,7 @@ from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clippi
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
+from dlo_framework.strategy_abilities import Replicas, StepsInBackward
 from dlo_framework.strategy_contract import with_strides_of
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
@@ -42,39 +44,25 @@ TIMEOUT = timedelta(minutes=10)
 #: Fix under plain data parallelism that allows parameters without a gradient.
 _ALLOW_UNUSED = "use --trainer.strategy ddp_find_unused_parameters_true"
 
-#: Why gradients cannot be stepped in backward, and a fix.
-_SENT_BY_HOOK = "a communication hook gets buckets of all gradients; leave out what compresses gradients"
 
-
-class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
+class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy, Replicas, StepsInBackward):
     """Strategy of one process on one device; ``auto`` chooses it on a machine with one device."""
 
     holds_full_state = True
     _handles: tuple[RemovableHandle, ...] = ()
 
-    gradients_wait = ""
-
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
         """Calls a function in backward with each parameter whose gradient is complete."""
         for handle in self._handles:
             handle.remove()
-        self.drops_gradients, self._handles = ready is not None, ()
+        self._handles = ()
         if ready is not None:
             assert self.lightning_module is not None
             trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
             self._handles = tuple(p.register_post_accumulate_grad_hook(lambda p: ready([p])) for p in trained)
-        return ""
-
-    @property
-    def copies(self) -> int:
-        """Number of copies of parameters and optimizer state."""
-        return 1
-
-    def separate_copies(self) -> None:
-        """Does nothing, as there is one copy."""
 
 
-class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
+class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBackward):
     """Plain data parallelism: every rank holds the full model, and gradients are averaged. Aliases: `ddp`.
 
     It is Lightning's DDPStrategy with canonical checkpoints, which all ranks write.
@@ -143,14 +131,10 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             # torch checks a hook's annotations, and accepts a hook without any.
             self.model.register_comm_hook(None, lambda state, bucket: _unreduced(bucket.buffer()))
 
-    @property
-    def copies(self) -> int:
-        """Number of copies of parameters and optimizer state: one for each rank."""
-        return self.num_processes * self.num_nodes
-
-    def separate_copies(self) -> None:
-        """Makes each rank train by itself, on its own gradients."""
-        self.separates = True
+    def abilities(self) -> dict[type[Ability], Ability | str]:
+        """Returns the abilities, by the options."""
+        waits = {StepsInBackward: USED_AT_THE_END} if self._ddp_kwargs.get("find_unused_parameters") else {}
+        return super().abilities() | waits
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's training step through torch's wrapper.
@@ -170,29 +154,29 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         with self._naming_unused():
             super().pre_backward(closure_loss)
 
-    @property
-    def gradients_wait(self) -> str:
-        """Reason why gradients are complete at the end of backward only; empty if they are not."""
-        return USED_AT_THE_END if self._ddp_kwargs.get("find_unused_parameters") else ""
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
+        """Calls a function in backward with each bucket whose gradients are averaged, in place of torch's wrapper.
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with each bucket whose gradients are averaged, in place of torch's wrapper."""
+        Raises:
+            DloError: A communication hook compresses gradients.
+        """
         module = self.lightning_module
         assert module is not None
         if self._buckets is not None:
             self._buckets.remove()
-        self.drops_gradients, self._buckets = ready is not None, None
+        self._buckets = None
         if ready is None:
-            return ""
+            return
         wrapper = self.model
         if isinstance(wrapper, DistributedDataParallel):
-            if wrapper.find_unused_parameters or wrapper._comm_hooks:
-                self.drops_gradients = False
-                return self.gradients_wait or _SENT_BY_HOOK
+            if wrapper._comm_hooks:
+                raise DloError(
+                    "OptimizerInBackward does not support a communication hook: it gets buckets of all gradients;"
+                    " leave out what compresses gradients"
+                )
             self.model = wrapper.module  # The wrapper's buckets would hold all gradients.
             del wrapper
         self._buckets = BackwardBuckets(module, ready, self._world())
-        return ""
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Ends a backward that has averaged gradients in buckets of its own."""

@@ -61,7 +61,7 @@ class ImageModels(ABC):
 @cache
 def _load_image_models(library: str) -> ImageModels | None:
     for point in installed_points().select(group=GROUP, name=library):
-        return load_instance(point, "image models of", ImageModels)  # type: ignore[type-abstract]
+        return load_instance(point, "image models of", ImageModels)
     return None
 
 

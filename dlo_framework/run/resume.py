@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,15 +32,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
 from dlo_framework.batches import tree_leaves, tree_map_only
+from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.data.evaluation import DistributedEvalLoader
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.random_streams import random_state, raw_random_state, restore_random_state, restore_stream
+from dlo_framework.strategy_abilities import DelayedGradients
 from dlo_framework.strategy_contract import contract_of, data_share
 
 KEY = "dlo"
 
 
-class ExactResume(Callback):
+class ExactResume(PluginCallback):
     """Saves and restores the state that Lightning leaves out; on by default.
 
     Validation runs on a copy of the random state, so that the number of validations does not change training. Each data
@@ -141,7 +142,14 @@ class ExactResume(Callback):
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
         if loaded.get("delayed") is not None:
-            contract_of(trainer.strategy).restore_delayed_gradients(**loaded["delayed"])
+            delayed = contract_of(trainer.strategy).find_ability(DelayedGradients)
+            if delayed is not None:
+                delayed.restore_delayed_gradients(**loaded["delayed"])
+            else:
+                rank_zero_info(
+                    "the checkpoint is of a run that applies gradients one step later, which this one does not: the"
+                    " gradients of its last batch are dropped"
+                )
 
     def _resume_at(self, trainer: Trainer, pl_module: LightningModule, loaded: dict[str, Any]) -> None:
         """Restores metrics and orders, and makes Lightning's loops (2.6) go on at the position of the checkpoint."""
@@ -317,7 +325,8 @@ def replayed_loaders(trainer: Trainer) -> list[Any]:
 
 def _delayed(trainer: Trainer) -> dict[str, Any] | None:
     """Returns what the next step of a run with delayed gradients applies; None for other runs."""
-    found = contract_of(trainer.strategy).delayed_gradients() if trainer.state.fn == "fit" else None
+    ability = contract_of(trainer.strategy).find_ability(DelayedGradients)
+    found = ability.delayed_gradients() if ability is not None and trainer.state.fn == "fit" else None
     return None if found is None else {"saved": found[0], "loss": found[1]}
 
 
@@ -328,7 +337,7 @@ def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoi
     is loaded too, belongs to the trained weights.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averages = any(isinstance(c, WeightAveraging) or getattr(c, "loads_trained_weights", False) for c in callbacks)
+    averages = any(traits_of(callback).loads_trained_weights for callback in callbacks)
     if "current_model_state" not in checkpoint or averages or trainer.state.fn != "fit":
         return
     trained = {**checkpoint, "state_dict": checkpoint["current_model_state"]}

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.batches import batch_size, leaves
+from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.random_streams import random_state
@@ -116,7 +117,7 @@ def merge_records(records: list[Record]) -> Record:
     return merged
 
 
-class Recorder(Callback):
+class Recorder(PluginCallback):
     """Callback that records a run, switches its dropout off, and makes it validate after its last step.
 
     It must be the first of the trainer's callbacks, so that it sees gradients before others change them.
@@ -165,7 +166,7 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradient norm, unless backward has stepped the gradients."""
         contract = contract_of(trainer.strategy)
-        if contract.drops_gradients:
+        if drops_gradients(trainer):
             return
         for parameter in pl_module.parameters() if self._rounding else ():
             if parameter.grad is not None:

@@ -18,15 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -37,32 +28,20 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, map_rows, rebuild
+from dlo_framework.callback import traits_of
 from dlo_framework.data import hash64
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.random_streams import preserved_random_state, seed_all
-from dlo_framework.rehearsal import BeforeTraining
 from dlo_framework.run.resume import ReplayedLoader
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.compare import RTOL, default_rtol
 from dlo_framework.testing.record import Record, Recorder
 
-#: Callbacks that watch, save or end a run, and those that act before it: none changes the result of a step.
-_LEFT_OUT = (
-    BeforeTraining,
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
-
 #: Options of the trainer that replace the user's. So a schedule over the full run runs over these steps. For a callback
-#: with the attribute ``needs_max_epochs``, which counts in fractions of the run's epochs, the user's epochs stay.
+#: with the trait ``needs_max_epochs``, which counts in fractions of the run's epochs, the user's epochs stay.
 _FIXED: dict[str, Any] = {
     "max_epochs": -1,
     "min_epochs": None,
@@ -179,7 +158,7 @@ def record_training(
     """
     notes: list[str] = ["device: float32 products in full precision, not TF32"] if _without_tf32() else []
     callbacks = _as_list(options.get("callbacks"))
-    reasons = [_why_left_out(callback) for callback in callbacks]
+    reasons = [traits_of(callback).left_out_of_parity for callback in callbacks]
     kept = [callback for callback, reason in zip(callbacks, reasons, strict=True) if reason is None]
     notes += [
         f"{type(callback).__name__}: left out; {reason}"
@@ -201,7 +180,7 @@ def record_training(
     with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder, mode:
         every: list[Callback] = [recorder, *kept, *([Permuted(setting.control)] if setting.control else [])]
         overruled = trainer_options(options, setting, strategy)
-        in_need = [type(callback).__name__ for callback in kept if getattr(callback, "needs_max_epochs", False)]
+        in_need = [type(callback).__name__ for callback in kept if traits_of(callback).needs_max_epochs]
         if in_need:
             epochs = overruled["max_epochs"] = options.get("max_epochs")
             notes += [f"{' and '.join(in_need)}: a percentage is of the run's {epochs} epochs, not of these steps"]
@@ -213,16 +192,6 @@ def record_training(
         trainer.fit(model, **feed)
     recorder.record.notes = notes + recorder.record.notes
     return recorder.record
-
-
-def _why_left_out(callback: Callback) -> str | None:
-    """Returns why a callback is left out of a comparison, "" if that needs no note; None if it takes part.
-
-    A plug-in's callback gives the reason in its attribute ``left_out_of_parity``.
-    """
-    if isinstance(callback, BeforeTraining):
-        return "it acts before training"
-    return "" if isinstance(callback, _LEFT_OUT) else getattr(callback, "left_out_of_parity", None)
 
 
 def _clip_precisely(trainer: Trainer) -> None:

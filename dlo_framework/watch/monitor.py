@@ -12,25 +12,26 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.batches import batch_size, sample_shapes
+from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.costs import FlopCounter, SampleShape, peak_flops
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm
 from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.local_memory import memory_now, reset_memory_peak
 from dlo_framework.run.resume import gather_states
-from dlo_framework.strategy_contract import contract_of, data_share
+from dlo_framework.strategy_contract import data_share
 
 #: Steps, or records on an accelerator, of which the median step time is.
 _LAST_STEPS = 1000
 
 
-class RunMonitor(Callback):
+class RunMonitor(PluginCallback):
     """Logs loss, lr, gradient norm, rates, FLOPs and memory every ``trainer.log_every_n_steps`` steps; on by default.
 
     Steps are optimizer steps. Between two records it sums the loss on the device, and reads no number from it.
@@ -191,7 +192,7 @@ class RunMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
-        if contract_of(trainer.strategy).drops_gradients:
+        if drops_gradients(trainer):
             return  # Backward has stepped them.
         if self.gradient_norm and self._completes_window(trainer.global_step + 1):
             self._norm = agreed_gradient_norm(trainer, optimizer)

@@ -16,18 +16,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from dlo_framework.atomic_file import open_atomic, write_atomic
+from dlo_framework.callback import PluginCallback
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import data_share
 
 
-class SavePredictions(Callback):
+class SavePredictions(PluginCallback):
     """Writes the outputs of ``predict_step`` to one file; on by default in ``dlo predict``.
 
     The file holds one tensor ``[N, ...]`` where every batch's output is a tensor ``[n, ...]`` with the same further

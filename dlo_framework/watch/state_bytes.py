@@ -12,17 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.batches import leaves
+from dlo_framework.callback import PluginCallback
 from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.local_memory import states_per_parameter
+from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.strategy_contract import contract_of, plain_name
 
 #: Optimizer step at which a run is measured: before the first step optimizers have no state.
@@ -80,7 +82,7 @@ def paper_bytes(
     )
 
 
-class StateReport(Callback):
+class StateReport(PluginCallback):
     """Measures, on the run's second optimizer step, the memory of each kind of state; on by default.
 
     Activations are those of the largest batch: they are measured again for each batch that has more elements than all
@@ -118,7 +120,7 @@ class StateReport(Callback):
             return
         if self._measures(trainer, pl_module):
             self._elements = max(elements, self._elements)
-        pipelined = contract_of(trainer.strategy).pipelined is not None
+        pipelined = contract_of(trainer.strategy).find_ability(Pipelined) is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
             self._watched = SavedTensorCounter(pl_module.parameters())
             self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
@@ -271,7 +273,7 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
 # --- communication -------------------------------------------------------------------------------------------
 
 
-class TrafficReport(Callback):
+class TrafficReport(PluginCallback):
     """Counts, on one of a run's first steps on several ranks, what the first rank sends; on by default.
 
     It adds the bytes of the step to the summary, all micro-batches included: for each axis of the mesh and kind of

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.loading import RUN_FOLDER, Best, relocate_paths
 from dlo_framework.errors import first_line
@@ -23,6 +24,7 @@ from dlo_framework.extensions import versions
 from dlo_framework.local_memory import memory_peak
 from dlo_framework.run import runs
 from dlo_framework.run.resume import KEY
+from dlo_framework.strategy_abilities import SavesInBackground
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
@@ -41,7 +43,7 @@ class RunFacts(Protocol):
         """
 
 
-class RunRecord(Callback):
+class RunRecord(PluginCallback):
     """Writes the run's config at the start, and its summary at the end; on by default.
 
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
@@ -211,7 +213,8 @@ class RunRecord(Callback):
         path, score = checkpoint.best_model_path, checkpoint.best_model_score
         if not path:
             return None
-        if locate(path) is None and not contract_of(trainer.strategy).is_saving:
+        saver = contract_of(trainer.strategy).find_ability(SavesInBackground)
+        if locate(path) is None and not (saver is not None and saver.is_saving):
             return runs.best_until_newest(self.folder)
         return Best(Path(path), None if score is None else float(score))
 

@@ -86,7 +86,7 @@ def find_importer(path: Path) -> Importer | None:
     failed = None
     for point in sorted(installed_points().select(group=GROUP), key=lambda point: point.name):
         try:
-            made = load_instance(point, "checkpoint format", CheckpointFormat)  # type: ignore[type-abstract]
+            made = load_instance(point, "checkpoint format", CheckpointFormat)
         except DloError as error:
             failed = failed or error
             continue

@@ -414,7 +414,7 @@ def pattern_from_settings(name: str, settings: dict[str, Any]) -> SparsityPatter
         DloError: If no imported class has the name.
     """
     known: dict[str, type[SparsityPattern]] = {}
-    waiting: list[type[SparsityPattern]] = [SparsityPattern]  # type: ignore[type-abstract]
+    waiting: list[type[SparsityPattern]] = [SparsityPattern]
     while waiting:
         parent = waiting.pop()
         waiting += parent.__subclasses__()

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.models.experts.auxiliary_loss import set_scale
 from dlo_framework.models.experts.balance import (
     RouterLoad,
@@ -32,7 +33,7 @@ def token_group(trainer: Trainer) -> dist.ProcessGroup | None:
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-class RouterTraining(Callback):
+class RouterTraining(PluginCallback):
     """Adds the losses of the routers to their gradients, and moves their loss-free biases after each optimizer step.
 
     The biases are buffers, and so in checkpoints. The load that moves them is that of all tokens of an optimizer step:

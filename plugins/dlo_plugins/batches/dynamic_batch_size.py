@@ -13,11 +13,12 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
 from dlo_framework.errors import DloError, check_choice, check_number, check_one_of
@@ -28,7 +29,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import is_logged, log_scalars
 
 
-class DynamicBatchSize(Callback):
+class DynamicBatchSize(PluginCallback):
     """Changes the batch size during training: by a schedule, instead of a learning-rate decay, or by gradient noise.
 
     A batch size here is the number of samples in an optimizer step, over all ranks. The loader's own batches grow up to

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dlo_framework.batches import batch_size, tree_leaves
+from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.costs import FlopCounter, is_compiled
 from dlo_framework.distributed.optimizer_steps import IMPLEMENTATIONS, StepOverride, take_bare_step
 from dlo_framework.errors import DloError, check_choice, check_number
@@ -48,7 +49,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Compile(Callback):
+class Compile(PluginCallback):
     """Compiles the model with ``torch.compile`` for training, and reports the compilations.
 
     It compiles ``self.model`` of a Task, and each child with parameters of any other LightningModule; it never compiles
@@ -180,7 +181,7 @@ class Compile(Callback):
             )
         self._fixed_shapes = self._cuda_graphs and self.optimizer  # The whole step replays CUDA graphs.
         for other in trainer.callbacks if stage == "fit" and self._fixed_shapes else ():  # type: ignore[attr-defined]
-            if getattr(other, "changes_batch_shapes", False):
+            if traits_of(other).changes_batch_shapes:
                 self._refuse_shapes(type(other).__name__)
         if self.backend == "inductor":
             before = os.environ.get(CACHE)

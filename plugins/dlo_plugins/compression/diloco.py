@@ -14,32 +14,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.distributed.strategy import DataParallelStrategy
-from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, agreed_errors, check_number
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
+from dlo_framework.strategy_abilities import Replicas
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.media import log_scalars
 from dlo_plugins.compression.ddp_hooks import average_tensors
-from dlo_plugins.compression.gradient_compression import GradientCompression
-from dlo_plugins.gradients.clipping_and_noise import GradientNoise
-from dlo_plugins.prune.callback import Prune
 
 #: Key of the state in a checkpoint.
 KEY = "diloco"
-#: Callbacks that need the copies' weights or gradients to be the same in each step.
-_APART = (WeightEMA, GradientCompression, GradientNoise, Prune)
 
 
-class DiLoCo(Callback):
+class DiLoCo(PluginCallback):
     """Trains each copy of the model by itself for some steps, and then joins the copies by an outer step: DiLoCo.
 
     In a period, each copy steps the run's own optimizer on its own gradients, and nothing is sent to another. At its
@@ -93,7 +87,7 @@ class DiLoCo(Callback):
         Raises:
             DloError: If no copy can train by itself.
         """
-        _check_copies(trainer)
+        contract_of(trainer.strategy).ability(Replicas)
         if str(trainer.precision) in ("16-mixed", "16"):
             raise DloError(
                 f"DiLoCo: precision must not need a loss scaler, which would skip steps on some copies, got"
@@ -105,7 +99,7 @@ class DiLoCo(Callback):
                 " the callback out"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, _APART):
+            if traits_of(callback).needs_equal_copies:
                 raise DloError(
                     f"DiLoCo: {type(callback).__name__} must be left out, as the copies' weights and gradients differ"
                     " within a period, got both; leave one of them out"
@@ -117,9 +111,9 @@ class DiLoCo(Callback):
         if stage == "fit":
             with agreed_errors():
                 self.check_run(trainer, pl_module)
-        contract = contract_of(trainer.strategy)
-        if contract.copies is not None and contract.copies > 1:  # In evaluation too: it may shard the module first.
-            contract.separate_copies()
+        replicas = contract_of(trainer.strategy).find_ability(Replicas)
+        if replicas is not None:  # In evaluation too: it may shard the module first.
+            replicas.separate_copies()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the module's weights as the shared ones, and restores those of this copy in a resumed run."""
@@ -145,11 +139,12 @@ class DiLoCo(Callback):
     def _outer_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.outer is not None
         contract, weights = contract_of(trainer.strategy), _weights(trainer, pl_module)
+        replicas = contract.ability(Replicas)
         names = [name for name, _ in _trained(pl_module)]
         means = [weight.clone() for weight in weights]
         if _place(trainer).copies > 1:
             average_tensors(means, pl_module.device, _place(trainer).group)
-        norm = self.outer.step(means, lambda change: contract.norm_of_copy(dict(zip(names, change, strict=True))))
+        norm = self.outer.step(means, lambda change: replicas.replica_norm(dict(zip(names, change, strict=True))))
         torch._foreach_copy_(weights, self.outer.shared)
         contract.refresh()
         self._stepped = trainer.global_step
@@ -266,33 +261,6 @@ def _place(trainer: Trainer) -> _Place:
     copies, index = groups.spec.dp_replicate, groups.coordinates.dp_replicate
     mesh = str(groups.spec) if prefix else ""
     return _Place(copies, index, groups.group("dp_replicate"), mesh, prefix)
-
-
-def _check_copies(trainer: Trainer) -> None:
-    """Checks that the run has copies of the model that can train by themselves.
-
-    Raises:
-        DloError: It has not.
-    """
-    strategy = trainer.strategy
-    contract, name = contract_of(strategy), type(strategy).__name__
-    if not isinstance(strategy, DataParallelStrategy | SingleDeviceStrategy):
-        if contract.copies is None:
-            raise DloError(
-                f"DiLoCo: strategy must be able to leave the gradients of copies apart, got {name}, which averages them"
-                " over all ranks; set strategy ddp, or MeshStrategy with dp_replicate of 2 or more"
-            )
-        if contract.copies == 1:
-            raise DloError(
-                "DiLoCo: ranks must hold several copies of the model, whose changes it averages, got"
-                f" {name}, whose ranks hold one together; set dp_replicate of MeshStrategy (replicate of fsdp) to 2 or"
-                " more, or strategy ddp"
-            )
-    if contract.delays_gradients:
-        raise DloError(
-            "DiLoCo: a step must apply its own gradients, got a schedule that applies those of the step before, which"
-            " belong to weights before an outer step; set schedule: 1F1B"
-        )
 
 
 def _describe(place: dict[str, Any]) -> str:

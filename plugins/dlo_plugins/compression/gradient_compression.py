@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.progress import optimizer_steps
+from dlo_framework.strategy_abilities import HalfPrecisionGradients
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
@@ -52,7 +54,7 @@ _NEEDS_FULL = {
 OPTIMIZERS = (OneBitAdam, OneBitLamb)
 
 
-class GradientCompression(Callback):
+class GradientCompression(PluginCallback):
     """Sends fewer bytes of gradients between ranks.
 
     | method | sent bytes, relative to plain data parallelism | mean of the gradients |
@@ -90,6 +92,7 @@ class GradientCompression(Callback):
 
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
+    needs_equal_copies = True
 
     def __init__(
         self,
@@ -158,11 +161,7 @@ class GradientCompression(Callback):
                 f"GradientCompression: strategy must be ddp for method {self.method}, {_NEEDS_FULL[self.method]},"
                 f" got {name}; set method: bf16, or strategy ddp"
             )
-        if not contract_of(trainer.strategy).send_gradients_in(_HALVES[self.method]):
-            raise DloError(
-                f"GradientCompression: strategy must be one whose gradients dlo reduces, got {name} of Lightning;"
-                " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
-            )
+        contract_of(trainer.strategy).ability(HalfPrecisionGradients).send_gradients_in(_HALVES[self.method])
 
     @agreed_errors()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

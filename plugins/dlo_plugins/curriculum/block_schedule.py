@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, agreed_errors
 from dlo_framework.plan import match_names
 from dlo_framework.progress import check_end
@@ -30,7 +31,7 @@ from dlo_plugins.memory.block_calls import Handler, intercept_calls, restore_cal
 from dlo_plugins.memory.rotor_callback import Rotor
 
 
-class BlockSchedule(FollowsSteps, Callback, ABC):
+class BlockSchedule(FollowsSteps, PluginCallback, ABC):
     """Callback with handlers around the blocks' calls, which are removed when training ends.
 
     A subclass chooses the blocks, calls :meth:`handle_blocks` in ``on_train_start``, and prepares for a step in

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Draw, Position, ResumableDataModule
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
 from dlo_framework.run.position import DataHook, any_percentage, check_max_epochs, parse_position
@@ -24,7 +25,7 @@ METRICS = ("rarity", "targets")
 _AT_ONCE = 256
 
 
-class DifficultyOrder(Callback):
+class DifficultyOrder(PluginCallback):
     """Orders the samples of an epoch by difficulty: a run begins with the easiest, and ends with all of them.
 
     At a point of the run, samples are drawn from the easiest fraction of the data, which grows from `start` to 1 at

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from timm.layers import DropPath
 from torch import nn
 from torchvision.ops import StochasticDepth as TorchvisionDepth
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.costs import is_compiled
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import check_end
@@ -41,7 +42,7 @@ def depth_factor(fraction: float, start: float, end: float, until: float, stages
     return start + (end - start) * position
 
 
-class StochasticDepthSchedule(FollowsSteps, Callback):
+class StochasticDepthSchedule(FollowsSteps, PluginCallback):
     """Changes the rates of stochastic depth (drop path) over the run, each in proportion to the model's own rate.
 
     The model's rates are those of its constructor, such as `drop_path_rate` of timm's models, which rise from block to

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.ability import Ability
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.checkpointing import BUCKETS
@@ -33,6 +34,7 @@ from dlo_framework.local_memory import state_bytes
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
+from dlo_framework.strategy_abilities import HalfPrecisionGradients, Replicas, StepsInBackward
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
 from dlo_plugins.deepspeed import environment
@@ -55,7 +57,7 @@ from dlo_plugins.parallel.stepped_gradients import WatchedSteps
 Offload = Literal["cpu", "nvme"]
 
 
-class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSpeed):
+class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSpeed, HalfPrecisionGradients):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
     The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a
@@ -391,7 +393,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         """Checks whether the step may write parameters through their ``data``."""
         self._running.check_written(names)
 
-    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+    def send_gradients_in(self, dtype: torch.dtype) -> None:
         """Sends gradients in a half precision, by DeepSpeed's own option."""
         name, given = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], self.asked.get("communication_data_type")
         if given not in (None, name):
@@ -400,7 +402,6 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
                 f" {given}; leave one of the two out"
             )
         self.asked = DeepSpeedJson({**self.asked, "communication_data_type": name}, self.asked.source)
-        return True
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the engine for a backward."""
@@ -435,12 +436,11 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         group = dist.group.WORLD if masters is not None and masters.sharded else None
         return total_norm(gradients, engine.device, group) / engine.loss_scale()
 
-    @property
-    def copies(self) -> int | None:
-        """Number of copies of the optimizer's state; in stage 0 DeepSpeed averages their gradients itself."""
-        return 1 if self.zero_stage else None
-
-    gradients_wait = "the engine steps copies of its own after backward; use zero1 to zero3"
+    def abilities(self) -> dict[type[Ability], Ability | str]:
+        """Returns the abilities: in stage 0 DeepSpeed averages the gradients of all copies itself."""
+        waits = "the engine steps copies of its own after backward; use zero1 to zero3"
+        one_copy = {Replicas: Replicas.one_copy} if self.stage else {}
+        return super().abilities() | {StepsInBackward: waits} | one_copy
 
     def gradient_scale(self) -> float | None:
         """Returns the loss scale, by which DeepSpeed divides in its step; None with the optimizer on NVMe."""

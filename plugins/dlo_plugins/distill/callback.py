@@ -28,6 +28,7 @@ from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.placed_model import PlacedModel
+from dlo_framework.strategy_abilities import full_sequences
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.watch.media import log_scalars
@@ -451,7 +452,7 @@ class Distill(BatchTransform):
         )
         contract = contract_of(trainer.strategy)
         contract.finish_step()  # The last step's parameters may still be on their way.
-        with contract.full_sequences():
+        with full_sequences(contract):
             return self._own.run(complete, batch)
 
     def _loss(self, task: Task, own_loss: Any, outputs: Any, plain: Any, theirs: TeacherOutputs, part: Any) -> Tensor:

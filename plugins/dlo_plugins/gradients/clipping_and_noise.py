@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.data.order import hash64
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import check_number
@@ -96,7 +97,7 @@ def add_noise_(gradients: Mapping[str, Shard], deviation: float, seed: int, step
         noise.add_(name, gradient, deviation)
 
 
-class AdaptiveGradientClipping(Callback):
+class AdaptiveGradientClipping(PluginCallback):
     """Clips each unit's gradient to a fraction of the norm of its weights (AGC, arXiv 2102.06171).
 
     A step then changes each unit by at most a fraction of its norm, whatever the loss, the batch size or the depth, so
@@ -187,7 +188,7 @@ class AdaptiveGradientClipping(Callback):
             log_scalars(trainer, {"optim/agc_clipped": float(clipped)})
 
 
-class GradientNoise(Callback):
+class GradientNoise(PluginCallback):
     """Adds Gaussian noise to the gradients, with a variance that falls over training (arXiv 1511.06807).
 
     The variance at step t is ``eta / (1 + t)^gamma``. It helps very deep or badly conditioned networks to leave a poor
@@ -207,6 +208,7 @@ class GradientNoise(Callback):
 
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
+    needs_equal_copies = True
 
     def __init__(self, eta: float = 0.01, gamma: float = 0.55, seed: int | None = None) -> None:
         check_number("GradientNoise: eta", eta, "at least 0", "0.01 is usual")

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.data import ResumableLoader
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.model_sizes import accept_any_size, check_sizes, size_multiple
@@ -28,7 +29,7 @@ _MULTIPLE = 8  # for a model that takes any size, as in fast.ai
 _SUFFIX = "_rect"
 
 
-class RectangularValidation(Callback):
+class RectangularValidation(PluginCallback):
     """Validates a second time on rectangular images near their own shape, and logs both results.
 
     A square crop of a photograph drops a quarter to a third of it. For each metric of the square validation, such as

@@ -14,15 +14,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.callback import PluginCallback, needs_gradients
 from dlo_framework.distributed.optimizer_steps import overriding_update
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
+from dlo_framework.strategy_abilities import StepsInBackward
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.parallel.optimizer_probe import changed_settings, probe_optimizer
 
@@ -107,7 +109,7 @@ class _GroupCounts:
         self._handle.remove()
 
 
-class OptimizerInBackward(Callback):
+class OptimizerInBackward(PluginCallback):
     """Steps each parameter in backward as soon as its gradient is complete, and frees the gradient (arXiv 2104.00237).
 
     So the gradients of the whole model never exist at once: the peak is those of a parameter in one process and under
@@ -126,6 +128,7 @@ class OptimizerInBackward(Callback):
     """
 
     needs_gradients = False
+    drops_gradients = True
 
     def __init__(self) -> None:
         self.steps = 0  # number of partial steps in this fit
@@ -140,7 +143,7 @@ class OptimizerInBackward(Callback):
         Raises:
             DloError: One of them needs all gradients at once.
         """
-        _refuse_strategy(trainer, contract_of(trainer.strategy).gradients_wait)
+        contract_of(trainer.strategy).ability(StepsInBackward)
         if not module.automatic_optimization:
             raise DloError(f"{_SELF}: the module must use automatic optimization, got manual; leave the callback out")
         if trainer.accumulate_grad_batches != 1:
@@ -170,7 +173,7 @@ class OptimizerInBackward(Callback):
                     f"{_SELF}: optimizer of Compile must be false, got true, which compiles one step of all tensors;"
                     " leave one of the two out"
                 )
-            if _needs_gradients(other):
+            if needs_gradients(other):
                 _refuse_reader(type(other).__name__)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -203,8 +206,7 @@ class OptimizerInBackward(Callback):
         # The Trainer's own clipping (Lightning 2.6) raises where no gradient is left at the end of backward.
         self._clip, self.steps = trainer.gradient_clip_val or None, 0
         trainer.gradient_clip_val = None
-        contract = contract_of(trainer.strategy)
-        _refuse_strategy(trainer, contract.watch_gradients(self._step))
+        contract_of(trainer.strategy).ability(StepsInBackward).watch_gradients(self._step)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Clips the gradients that are left for the ordinary step, such as those of scalars under FSDP."""
@@ -215,7 +217,7 @@ class OptimizerInBackward(Callback):
     def _end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Ends the steps in backward."""
         if self._optimizer is not None:
-            contract_of(trainer.strategy).watch_gradients(None)
+            contract_of(trainer.strategy).ability(StepsInBackward).watch_gradients(None)
             if self._counts is not None:
                 self._counts.remove()
                 self._counts = None
@@ -237,23 +239,6 @@ class OptimizerInBackward(Callback):
             step_only(self._optimizer, known, self._homes)
             self._counts.record({self._homes[id(tensor)] for tensor in known})
             self.steps += 1
-
-
-def _needs_gradients(callback: Callback) -> bool:
-    """Returns whether a callback declares that it needs gradients or steps; if it declares nothing, by its hooks."""
-    declared: bool | None = getattr(callback, "needs_gradients", None)
-    if declared is not None:
-        return declared
-    hooks = ("on_before_optimizer_step", "on_after_backward")
-    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
-
-
-def _refuse_strategy(trainer: Trainer, reason: str) -> None:
-    if reason:
-        raise DloError(
-            f"{_SELF}: strategy must complete the gradients of one parameter after the other, got"
-            f" {type(trainer.strategy).__name__}, where {reason}"
-        )
 
 
 def _refuse_reader(name: str) -> None:

@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from dlo_framework.agreement import gather_then_scatter
 from dlo_framework.batches import tree_leaves
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import recompute, undo_recompute
+from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import inner_model, model_and_plan
 from dlo_framework.units import format_bytes
@@ -58,7 +60,7 @@ from dlo_plugins.memory.scheduled_blocks import (
 from dlo_plugins.memory.selective_policy import contexts_for
 
 
-class Rotor(Callback):
+class Rotor(PluginCallback):
     """Recomputes activations by the fastest schedule within a memory budget.
 
     The first batches recompute each block, and measure bytes and times of the blocks, forward and backward. Then a
@@ -232,7 +234,7 @@ class Rotor(Callback):
 
     def _plan(self, trainer: Trainer) -> None:
         in_flight: tuple[int, ...] = (1,) * len(self._surveys)
-        pipelined = contract_of(trainer.strategy).pipelined
+        pipelined = contract_of(trainer.strategy).find_ability(Pipelined)
         if pipelined is not None:
             pipeline = pipelined.pipeline
             in_flight = [*replay_in_flight(pipeline.schedule_for(pipelined.micro_batches))][pipeline.rank].most
@@ -303,7 +305,7 @@ def _chains(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[list
     Raises:
         DloError: The model has no plan with blocks.
     """
-    pipelined = contract_of(trainer.strategy).pipelined
+    pipelined = contract_of(trainer.strategy).find_ability(Pipelined)
     if pipelined is not None:
         stages = pipelined.pipeline.stages
         for stage in pipelined.pipeline.own_stages:

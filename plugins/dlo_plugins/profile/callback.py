@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.callback import PluginCallback
 from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_choice, check_number
@@ -50,7 +51,7 @@ FOLDER = "profile"
 _NEVER = 1 << 62
 
 
-class Profile(Callback):
+class Profile(PluginCallback):
     """Profiles some steps of a run: time by kind of work and by module, memory, roofline, waits, and slow ranks.
 
     After `wait` optimizer steps it warms torch's profiler up for `warmup` steps, and records `active` ones. The parts

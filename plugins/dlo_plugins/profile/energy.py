@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.agreement import run_on_all_ranks
+from dlo_framework.callback import PluginCallback
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.watch.monitor import RunMonitor
@@ -176,7 +177,7 @@ KEY = "dlo_energy"
 _EVERY = 30.0
 
 
-class Energy(Callback):
+class Energy(PluginCallback):
     """Measures the energy of training, and adds joules a sample, kWh and CO2 to ``summary.json``.
 
     It reads each rank's NVIDIA GPU (NVML) and each machine's CPUs and memory (RAPL). Where neither can be read it takes

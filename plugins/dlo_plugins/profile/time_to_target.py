@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import batch_size
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.progress import epochs_seen
 from dlo_framework.rehearsal import run_folder
@@ -51,7 +52,7 @@ def best_of(evaluations: list[Evaluation], mode: Direction) -> Evaluation | None
     return (max if mode == "max" else min)(numbers, key=lambda one: one["value"]) if numbers else None
 
 
-class TimeToTarget(Callback):
+class TimeToTarget(PluginCallback):
     """Stops the run when a validation metric reaches its target, and reports the time and data that it took.
 
     MLPerf judges a recipe in this way (arXiv 1910.01500). The callback reports seconds, samples of all ranks and

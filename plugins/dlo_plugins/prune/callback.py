@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import check, load, save
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
 from dlo_framework.distributed.step_primitives import prepend_post_hook
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Prune(Callback):
+class Prune(PluginCallback):
     """Prunes weights of linear layers and convolutions while the model trains.
 
     From `begin` to `end` the pruned fraction rises to `amount`; afterwards the masks are final. Pruned weights are
@@ -96,6 +97,7 @@ class Prune(Callback):
 
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
+    needs_equal_copies = True
 
     def __init__(
         self,
@@ -446,7 +448,7 @@ class Prune(Callback):
 START, LAYERS = "start.ckpt", "layers.json"
 
 
-class TicketStart(Callback):
+class TicketStart(PluginCallback):
     """Saves a run's state at a step, from which each round of `dlo ticket` trains its masked weights.
 
     `dlo ticket` adds it to the first round; see Frankle et al. 2020, arXiv 1912.05671.

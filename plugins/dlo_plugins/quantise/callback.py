@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.callback import PluginCallback
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
@@ -75,7 +76,7 @@ _MOST_BITS = 16
 _MEASURED_STEPS = 8
 
 
-class Quantise(Callback):
+class Quantise(PluginCallback):
     """Quantises the linear layers of a model, and reports accuracy, bytes and CPU latency before and after.
 
     With `when: aware`, training rounds weights and inputs to the levels of the scheme from `start` on, and validation

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task, checkable_module, model_and_plan
@@ -60,7 +61,7 @@ SCHEMES = {
 _NEAREST = ("fp8_rowwise", "fp8", "int8")
 
 
-class LowPrecision(Callback):
+class LowPrecision(PluginCallback):
     """Computes the products of linear layers in 8 bits, forward and backward; weights and gradients keep their dtypes.
 
     Only layers inside the plan's blocks are changed, so head and stem stay as they are. So do layers with fewer than

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.batches import batch_size, slice_batch
+from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.plan import NoBlocksError
@@ -361,7 +362,7 @@ def _on_cpu(nest: Any) -> Any:
     return move_data_to_device(nest, "cpu")
 
 
-class _OneProcess(Callback):
+class _OneProcess(PluginCallback):
     """Keeps metrics from joining those of other ranks, which are not evaluating."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,13 +21,14 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.fake_kernels import fake_copy
 from dlo_framework.progress import fraction_seen
 from dlo_framework.task import Task
 
 
-class LearningRateSchedule(Callback, ABC):
+class LearningRateSchedule(PluginCallback, ABC):
     """Sets the lr before each optimizer step to a factor of its highest value.
 
     The factor is a function of the fraction of samples seen, so accumulation, a changing batch size and a resume do not

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import contract_of
@@ -22,7 +23,7 @@ from dlo_plugins.optimizers.schedule_free_optimizers import ScheduleFreeOptimize
 _CURRENT = "current_model_state"
 
 
-class ScheduleFree(Callback):
+class ScheduleFree(PluginCallback):
     """Puts the average of a schedule-free optimizer into the module for validation and into checkpoints.
 
     Tasks whose `optimizer` is `adamw_schedulefree`, `radam_schedulefree` or `sgd_schedulefree` add it by themselves; a

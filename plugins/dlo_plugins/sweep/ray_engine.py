@@ -23,6 +23,7 @@ from typing import Any
 
 import optuna
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError
 from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_settings import SweepSettings
@@ -181,9 +182,8 @@ def make_searcher(results: QueueResults) -> Any:
 
 def make_callback(results: QueueResults) -> Any:
     """Returns a callback of Tune's that records results in the sweep's queue."""
-    from ray.tune import Callback
 
-    class QueueCallback(Callback):
+    class QueueCallback(PluginCallback):
         """Callback that records the results of trials."""
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:

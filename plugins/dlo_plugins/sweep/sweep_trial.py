@@ -6,15 +6,16 @@ import json
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import OrderlyEnd
 from dlo_framework.watch.monitor import RunMonitor, check_logged, check_validates, is_tensorboard
 from dlo_plugins.sweep.trial_process import ask_worker, open_connection
 
 
-class SweepTrial(Callback):
+class SweepTrial(PluginCallback):
     """Reports the metric of each validation to `dlo sweep`, and stops a trial that the search prunes.
 
     `dlo sweep` adds the callback to the config of each trial. After a validation, rank 0 sends the value to the

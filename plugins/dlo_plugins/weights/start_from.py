@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import check, load
 from dlo_framework.strategy_contract import contract_of
 
 
-class StartFrom(Callback):
+class StartFrom(PluginCallback):
     """Starts a new run from the weights of a checkpoint, under any strategy.
 
     Only the model's weights and buffers are loaded: the optimizer, the schedule and the position in the data begin at

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework import DloError
+from dlo_framework.callback import PluginCallback
 
 
 def weight_norms(module: nn.Module, depth: int) -> dict[str, Tensor]:
@@ -38,7 +39,7 @@ def weight_norms(module: nn.Module, depth: int) -> dict[str, Tensor]:
     return {**{part: square.sqrt() for part, square in parts.items()}, "total": total.sqrt()}
 
 
-class WeightNormLogger(Callback):
+class WeightNormLogger(PluginCallback):
     """Logs the L2 norm of the weights, in total and per submodule.
 
     Args:

@@ -26,6 +26,7 @@ from dlo_framework.models.experts.router_training import RouterTraining
 from dlo_framework.models.experts.routers import BIAS
 from dlo_framework.models.recompute import recompute
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.strategy_abilities import Pipelined, full_sequences
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.token_loss import TokenLoss
@@ -570,16 +571,16 @@ class CausalLM(Task):
     def after_validation_step(self, batch_idx: int) -> None:
         """Completes the prompts with the first batch, where weights are available; a pipeline calls it too."""
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
-            with contract_of(self.trainer.strategy).full_sequences():
+            with full_sequences(contract_of(self.trainer.strategy)):
                 model: Any = self.model
                 self.samples = complete_texts(
                     *(model, self.prompts, self.sampling, self.tokenizer, self._together, self.logit_softcap),
-                    *(contract_of(self.trainer.strategy).pipelined, self._root_device),
+                    *(contract_of(self.trainer.strategy).find_ability(Pipelined), self._root_device),
                 )
 
     def _complete_ids(self, ids: Tensor, mask: Tensor, sampling: Sampling, draws: Tensor | None = None) -> Tensor:
         model: Any = self.model
-        pipelined = contract_of(self.trainer.strategy).pipelined
+        pipelined = contract_of(self.trainer.strategy).find_ability(Pipelined)
         return complete_ids(
             model, ids, mask, sampling, self.tokenizer, self._together, draws, self.logit_softcap, pipelined
         )
@@ -601,7 +602,7 @@ class CausalLM(Task):
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
-        with contract_of(self.trainer.strategy).full_sequences():
+        with full_sequences(contract_of(self.trainer.strategy)):
             written = self._complete_ids(ids, mask, self.sampling)
         numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
         found: list[dict[str, Any]] = []

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.experts.balance import (
     LayerBalance,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class ExpertBalance(Callback):
+class ExpertBalance(PluginCallback):
     """Logs how evenly the tokens of training are spread over the experts, and plots it.
 
     It supports dlo's mixtures and those of transformers whose routers return logits, weights and indices. Tokens are

@@ -32,6 +32,7 @@ from dlo_framework.distributed.gradient_check import is_shipped, unused_message
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor, state_bytes
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
+from dlo_framework.strategy_abilities import DelayedGradients
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.fsdp.gathered_copies import ShardsInHooks
 from dlo_plugins.parallel.fsdp.row_shards import like_gradient
@@ -64,7 +65,7 @@ class _Fit:
     is_summed: bool = False
 
 
-class MeshEngine:
+class MeshEngine(DelayedGradients):
     """Runs the steps of a sharded module, and gives access to this rank's state of it.
 
     Args:

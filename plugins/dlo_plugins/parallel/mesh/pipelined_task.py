@@ -29,6 +29,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.models.experts.auxiliary_loss import set_scale
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.task import Task
 from dlo_plugins.parallel.pipeline.exchange import batch_signatures
 from dlo_plugins.parallel.pipeline.model_stages import PartCosts, Split, balance_stages, flop_costs, make_stages
@@ -196,7 +197,7 @@ class _LastStageGather:
         return [state for rank, state in pairs if self._spec.coordinates(rank).pp == self._place]
 
 
-class PipelinedTask:
+class PipelinedTask(Pipelined):
     """Trains and evaluates a task through a pipeline.
 
     Args:
@@ -407,8 +408,15 @@ class PipelinedTask:
         dist.broadcast(output, group=self.pipeline.group, group_src=self._source)
         return output
 
+    def register_loss_hook(self, hook: Callable[[Tensor], None]) -> bool:
+        """Calls a function with the losses of micro-batches, on the ranks of the last stage."""
+        if self.pipeline.delays:
+            return False
+        self.pipeline.loss_ready = hook
+        return True
+
     @property
-    def stages_per_rank(self) -> int:
+    def stages_per_rank(self) -> int:  # type: ignore[override]
         """Number of stages that this rank runs in a forward."""
         return len(self.pipeline.own_stages)
 
@@ -499,8 +507,8 @@ def check_predict(task: Any) -> None:
     if getattr(task, "generates", False) and not getattr(task, "generates_in_stages", False):
         raise DloError(
             f"a task that generates must set generates_in_stages under pp > 1, got {type(task).__name__}; run its"
-            " forwards by contract_of(strategy).pipelined.run_on_all_ranks, or predict with pp: 1 (checkpoints load on"
-            " any mesh)"
+            " forwards by contract_of(strategy).ability(Pipelined).run_on_all_ranks, or predict with pp: 1"
+            " (checkpoints load on any mesh)"
         )
 
 

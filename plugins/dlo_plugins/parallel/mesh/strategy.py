@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from dlo_framework.ability import Ability
 from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import ShardOwner
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
@@ -28,6 +29,14 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.run.runs import is_first_process
 from dlo_framework.shards import Shard
+from dlo_framework.strategy_abilities import (
+    DelayedGradients,
+    HalfPrecisionGradients,
+    Pipelined,
+    Replicas,
+    SplitsSequences,
+    StepsInBackward,
+)
 from dlo_plugins.parallel.fsdp.sharding import check_reshard
 from dlo_plugins.parallel.gathered_dtype import (
     Bf16Weights,
@@ -54,7 +63,7 @@ from dlo_plugins.parallel.tensor.tp_plan import NEARLY_ALL
 from dlo_plugins.parallel.user_code import JointGradients, watch_hooks
 
 
-class MeshStrategy(ShardedStrategy):
+class MeshStrategy(ShardedStrategy, Replicas, StepsInBackward, HalfPrecisionGradients, SplitsSequences):
     """Arranges the ranks as a mesh of up to five axes, and parallelizes the model along them.
 
     `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks. The
@@ -133,7 +142,6 @@ class MeshStrategy(ShardedStrategy):
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
-        self.separates = False  # whether each copy trains by itself
         self.engine: MeshEngine | None = None
         self.pipelining = PipelineOptions(schedule, micro_batches, stages_per_rank, split)
 
@@ -541,22 +549,6 @@ class MeshStrategy(ShardedStrategy):
         """Restores an unfinished accumulation, to which the next micro-batches add their gradients."""
         self._running.restore_gradients(saved)
 
-    @property
-    def delays_gradients(self) -> bool:  # type: ignore[override]
-        """Whether each step applies the gradients of the step before."""
-        return self.mesh_spec().pp > 1 and not flushes(self.pipelining.schedule)
-
-    def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
-        """Returns this rank's shards of the gradients that the next step applies, and their loss."""
-        return self.engine.delayed_gradients() if self.engine is not None else None
-
-    def restore_delayed_gradients(self, saved: Mapping[str, Any] | None, loss: float) -> None:
-        """Restores the gradients that the next step applies."""
-        if self.delays_gradients:
-            self._running.restore_delayed_gradients(saved, loss)
-        else:
-            super().restore_delayed_gradients(saved, loss)
-
     @contextlib.contextmanager
     def guard_hooks(self, optimizer: Optimizer | None = None) -> Iterator[None]:
         """Checks that hooks compute no norm of a rank's gradients, and change them so that the optimizer sees it."""
@@ -609,51 +601,43 @@ class MeshStrategy(ShardedStrategy):
             group = self.groups.data_group
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
-    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+    def send_gradients_in(self, dtype: torch.dtype) -> None:
         """Sends gradients over the data axes in a half precision."""
         param, reduce, output = self.appliers.shard.dtypes
         check_sent_dtype(reduce, dtype)
         self.appliers.shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
-        return True
 
-    @property
-    def gradients_wait(self) -> str:
-        """Reason why gradients are complete at the end of backward only; empty if they are not."""
-        pp = self.mesh_spec().pp
-        if pp > 1:
-            return (
-                f"pp={pp} adds up the gradients of micro-batches, so that those of all of a stage's parameters exist"
-                " before the last micro-batch's backward; set pp=1"
+    def abilities(self) -> dict[type[Ability], Ability | str]:
+        """Returns the abilities, by the mesh's axes and the options."""
+        spec, found = self.mesh_spec(), super().abilities()
+        if spec.dp_replicate == 1:
+            found[Replicas] = Replicas.one_copy
+        if spec.pp > 1:
+            found[StepsInBackward] = (
+                f"pp={spec.pp} adds up the gradients of micro-batches, so that those of all of a stage's parameters"
+                " exist before the last micro-batch's backward; set pp=1"
             )
-        return USED_AT_THE_END if self.appliers.shard.find_unused else ""
+        elif self.appliers.shard.find_unused:
+            found[StepsInBackward] = USED_AT_THE_END
+        if self.pipelined is not None:
+            found[Pipelined] = self.pipelined
+        if spec.pp > 1 and not flushes(self.pipelining.schedule):
+            found[Replicas] = (
+                "its schedule applies the gradients of the step before, which belong to weights before an outer step;"
+                " set schedule: 1F1B"
+            )
+            if self.engine is not None:
+                found[DelayedGradients] = self.engine
+        return found
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with this rank's tensors whose gradients are reduced, without a pipeline."""
-        reason = self.gradients_wait if ready is not None else ""
-        if self.engine is not None and not reason:
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
+        """Calls a function in backward with this rank's tensors whose gradients are reduced."""
+        if self.engine is not None:
             self.engine.watch_gradients(ready)
-        self.drops_gradients = not reason and ready is not None
-        return reason
 
-    @property
-    def copies(self) -> int:
-        """Number of copies of parameters and optimizer state."""
-        return self.mesh_spec().dp_replicate
-
-    def separate_copies(self) -> None:
-        """Makes each copy train by itself, on the samples of its own ranks."""
-        self.separates = True
-
-    def norm_of_copy(self, values: Mapping[str, Tensor]) -> Tensor:
+    def replica_norm(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once."""
         return self._running.shares.norm_of_shards(values)
-
-    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
-        """Calls a function with the losses of a pipeline's micro-batches, on the ranks of its last stage."""
-        if self.pipelined is None or self.delays_gradients:
-            return False  # The loss that a step returns is that of the gradients which it applies.
-        self.pipelined.pipeline.loss_ready = look
-        return True
 
     def share_buffers(self) -> None:
         """Broadcasts buffers over data-parallel ranks, and from the stage that computes with each to the others."""

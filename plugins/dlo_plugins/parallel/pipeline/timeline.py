@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_plugins.parallel.pipeline.actions import ActionKind
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 
 
-class PipelineTimeline(Callback):
+class PipelineTimeline(PluginCallback):
     """Plots one measured step of a pipeline: the actions of each rank over time, and the time that ranks waited.
 
     The upper timeline is the measured step. The lower one has the same costs, but ranks wait only for the schedule. The
@@ -83,13 +85,7 @@ class PipelineTimeline(Callback):
 
 
 def _pipeline(trainer: Trainer) -> Pipeline:
-    pipelined = contract_of(trainer.strategy).pipelined
-    if pipelined is None:
-        raise DloError(
-            "PipelineTimeline: strategy must be MeshStrategy with pp of 2 or more, got one without a pipeline; set"
-            " pp=2, or leave the callback out"
-        )
-    found: Pipeline = pipelined.pipeline
+    found: Pipeline = contract_of(trainer.strategy).ability(Pipelined, "PipelineTimeline").pipeline
     return found
 
 

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dlo_framework.ability import Ability
+from dlo_framework.callback import callbacks_of, traits_of
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.checkpointing import BUCKETS
 from dlo_framework.distributed.collectives import Communicator
@@ -29,6 +30,7 @@ from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
+from dlo_framework.strategy_abilities import ExplainsNaN, HalfPrecisionGradients, Replicas, StepsInBackward
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.parallel.gathered_dtype import (
     Bf16Weights,
@@ -40,7 +42,7 @@ from dlo_plugins.parallel.gathered_dtype import (
 )
 from dlo_plugins.parallel.stepped_gradients import WatchedSteps
 from dlo_plugins.parallel.stochastic_rounding import StochasticSteps
-from dlo_plugins.parallel.user_code import ASKING, meet_all, users_hooks
+from dlo_plugins.parallel.user_code import meet_all, users_hooks
 from dlo_plugins.parallel.zero.zero_engine import FrozenZero, ZeroEngine, ZeroOptions
 
 MIB = 2**20
@@ -50,7 +52,7 @@ _BUCKET_MB = 25.0
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ZeroStrategy(WatchedSteps, ShardedStrategy):
+class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecisionGradients, ExplainsNaN):
     """Shards optimizer state, gradients and parameters over the ranks: ZeRO, stages 1 to 3.
 
     With psi parameters in single precision under Adam, plain data parallelism takes 16 psi bytes per rank. With N
@@ -389,29 +391,20 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Finishes the engine's reduction."""
         self._running.after_backward(self._module().automatic_optimization)
 
-    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+    def send_gradients_in(self, dtype: torch.dtype) -> None:
         """Sends gradients in a half precision."""
         check_sent_dtype(self.dtypes[1], dtype)
         self._sent_dtype = dtype
-        return True
 
-    @property
-    def gradients_wait(self) -> str:
-        """Reason why gradients are complete at the end of backward only; empty if they are not."""
-        return USED_AT_THE_END if self.find_unused else ""
+    def abilities(self) -> dict[type[Ability], Ability | str]:
+        """Returns the abilities, by the options."""
+        waits = {StepsInBackward: USED_AT_THE_END} if self.find_unused else {}
+        return super().abilities() | {Replicas: Replicas.one_copy} | waits
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
         """Calls a function in backward with this rank's shards whose gradients are reduced."""
-        reason = self.gradients_wait if ready is not None else ""
-        if self.engine is not None and not reason:
+        if self.engine is not None:
             self.engine.watch_gradients(ready)
-        self.drops_gradients = not reason and ready is not None
-        return reason
-
-    @property
-    def copies(self) -> int:
-        """Number of copies of the optimizer's state, which all ranks share."""
-        return 1
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -472,7 +465,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         return self.engine is not None and self.engine.options.gathered_dtype is not None
 
     @property
-    def nan_hint(self) -> str:  # type: ignore[override]
+    def nan_hint(self) -> str:
         """Possible cause of a NaN loss where weights are gathered during forward; empty where they are not."""
         arrivals = self.engine.arrivals if self.engine is not None else None
         if arrivals is None or not arrivals.enabled or self.world_size == 1:
@@ -542,8 +535,6 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         return {**super().about(), "stage": self.stage}
 
 
-#: Lightning's callbacks that read weights, or call a user's functions, between a step and the next forward.
-_READERS = (WeightAveraging, StochasticWeightAveraging, LambdaCallback, ModelPruning)
 #: Hooks of a module that run between a step and the next forward.
 _BETWEEN = (
     *("on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
@@ -554,12 +545,12 @@ _BETWEEN = (
 )
 
 
-def _may_read_weights(trainer: Trainer, module: nn.Module) -> bool:
+def _may_read_weights(trainer: Trainer, module: LightningModule) -> bool:
     """Returns whether a callback or the module may read weights between a step and the next forward.
 
     They read the module's own parameters, which cannot be intercepted; so all gathers end with the step.
     """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    reads = any(isinstance(one, _READERS) or not type(one).__module__.startswith(ASKING) for one in callbacks)
-    by_hand = not getattr(module, "automatic_optimization", True)
-    return reads or by_hand or any(users_hooks([module], _BETWEEN))
+    callbacks = callbacks_of(trainer)
+    untold = [callback for callback in callbacks if traits_of(callback).reads_weights is None]
+    reads = any(traits_of(callback).reads_weights for callback in callbacks) or any(users_hooks(untold))
+    return reads or not module.automatic_optimization or any(users_hooks([module], _BETWEEN))
