@@ -1,13 +1,13 @@
 """Base of dlo's callbacks: traits, by which strategies, other callbacks, parity and finders know what a callback does.
 
-A trait is a class attribute; an option may set it in the constructor. A callback of Lightning's class alone has the
-defaults, and those of Lightning's that need others have them here.
+A trait is a class attribute; an option may set it in the constructor. A callback that derives from Lightning's class
+alone has the defaults; those of Lightning's that need others have them here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -23,9 +23,6 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-
-if TYPE_CHECKING:
-    from dlo_framework.frozen_model import FrozenModel
 
 
 class PluginCallback(Callback):
@@ -49,8 +46,8 @@ class PluginCallback(Callback):
     reads_weights: bool | None = None
 
     @property
-    def frozen_models(self) -> Sequence[FrozenModel]:
-        """Second models that it uses, which are checked before processes start."""
+    def frozen_models(self) -> Sequence[Any]:
+        """Second models that it uses (:class:`~dlo_framework.frozen_model.FrozenModel`), to be checked before a run."""
         return ()
 
     def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:

@@ -21,15 +21,12 @@ from dlo_framework.norms import total_norm
 class Replicas(Ability):
     """Copies of parameters and optimizer state that can train by themselves, as DiLoCo's do."""
 
-    feature = "DiLoCo"
-    missing = (
-        "it averages the gradients of all ranks itself; set strategy ddp, or MeshStrategy with dp_replicate of 2 or"
-        " more"
-    )
+    feature = "training copies apart"
+    missing = "it averages the gradients of all ranks itself; use ddp, or mesh with dp_replicate of 2 or more"
     #: Reason and fix of a strategy whose ranks hold one copy.
     one_copy = (
-        "its ranks hold one copy of the model together; set dp_replicate of MeshStrategy (replicate of fsdp) to 2 or"
-        " more, or strategy ddp"
+        "its ranks hold one copy of the model together; set dp_replicate of mesh (replicate of fsdp) to 2 or more, or"
+        " use ddp"
     )
     #: Whether each copy trains by itself.
     separates = False
@@ -50,7 +47,7 @@ class Replicas(Ability):
 class StepsInBackward(Ability):
     """Gradients that are complete one after the other, and can be stepped and dropped during backward."""
 
-    feature = "OptimizerInBackward"
+    feature = "a step in backward"
     missing = "nothing says when a parameter's gradient is complete; use ddp, zero1 to zero3, or fsdp"
 
     @abstractmethod
@@ -90,7 +87,7 @@ class Pipelined(Ability):
     """Model that is cut into a pipeline's stages."""
 
     feature = "a forward through stages"
-    missing = "it has no pipeline; use MeshStrategy with pp of 2 or more"
+    missing = "it has no pipeline; use mesh with pp of 2 or more"
     #: Engine of the stages, with their schedule.
     pipeline: Any
     #: Number of micro-batches of each rank's batch.
@@ -123,11 +120,8 @@ class Pipelined(Ability):
 class HalfPrecisionGradients(Ability):
     """Gradients that the strategy reduces itself, and can send in a half precision."""
 
-    feature = "GradientCompression"
-    missing = (
-        "Lightning reduces its gradients, and dlo cannot change how; use ddp, zero1 to zero3, fsdp, MeshStrategy or"
-        " DeepSpeedBridge"
-    )
+    feature = "sending gradients in half precision"
+    missing = "its gradients are not reduced by dlo; use ddp, zero1 to zero3, fsdp or mesh"
 
     @abstractmethod
     def send_gradients_in(self, dtype: torch.dtype) -> None:
@@ -145,7 +139,7 @@ class SplitsSequences(Ability):
     """Sequences whose tokens are divided among ranks."""
 
     feature = "a division of sequences"
-    missing = "each rank has full sequences; use MeshStrategy with cp of 2 or more"
+    missing = "each rank has full sequences; use mesh with cp of 2 or more"
 
     @abstractmethod
     def sequence_multiple(self) -> int:

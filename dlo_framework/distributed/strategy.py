@@ -171,8 +171,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBac
         if isinstance(wrapper, DistributedDataParallel):
             if wrapper._comm_hooks:
                 raise DloError(
-                    "OptimizerInBackward does not support a communication hook: it gets buckets of all gradients;"
-                    " leave out what compresses gradients"
+                    "a step in backward does not support a communication hook: it gets buckets of all gradients; leave"
+                    " out what compresses gradients"
                 )
             self.model = wrapper.module  # The wrapper's buckets would hold all gradients.
             del wrapper

@@ -87,7 +87,7 @@ class DiLoCo(PluginCallback):
         Raises:
             DloError: If no copy can train by itself.
         """
-        contract_of(trainer.strategy).ability(Replicas)
+        contract_of(trainer.strategy).ability(Replicas, "DiLoCo")
         if str(trainer.precision) in ("16-mixed", "16"):
             raise DloError(
                 f"DiLoCo: precision must not need a loss scaler, which would skip steps on some copies, got"

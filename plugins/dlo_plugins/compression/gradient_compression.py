@@ -161,7 +161,9 @@ class GradientCompression(PluginCallback):
                 f"GradientCompression: strategy must be ddp for method {self.method}, {_NEEDS_FULL[self.method]},"
                 f" got {name}; set method: bf16, or strategy ddp"
             )
-        contract_of(trainer.strategy).ability(HalfPrecisionGradients).send_gradients_in(_HALVES[self.method])
+        contract_of(trainer.strategy).ability(HalfPrecisionGradients, "GradientCompression").send_gradients_in(
+            _HALVES[self.method]
+        )
 
     @agreed_errors()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -181,7 +181,7 @@ class Distill(BatchTransform):
 
     # --- before training -----------------------------------------------------------------------------------
 
-    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the student against the teacher, before any process starts.
 
         Raises:

@@ -143,7 +143,7 @@ class OptimizerInBackward(PluginCallback):
         Raises:
             DloError: One of them needs all gradients at once.
         """
-        contract_of(trainer.strategy).ability(StepsInBackward)
+        contract_of(trainer.strategy).ability(StepsInBackward, _SELF)
         if not module.automatic_optimization:
             raise DloError(f"{_SELF}: the module must use automatic optimization, got manual; leave the callback out")
         if trainer.accumulate_grad_batches != 1:
