@@ -6,7 +6,6 @@ builds the site. That is for long lists; other tables are in the pages, where ``
 
 from __future__ import annotations
 
-import ast
 import configparser
 import re
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markup import to_markdown
-from pictures.imports import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = "dlo_framework.plugins."
@@ -38,7 +37,6 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
 def expand(name: str, *arguments: str) -> str:
     """Returns the Markdown of one directive."""
     directives: dict[str, Callable[..., str]] = {
-        "files": file_tables,
         "kinds": kind_table,
         "plugins": plugin_table,
         "recipe_list": recipe_list,
@@ -78,17 +76,37 @@ def places() -> dict[str, str]:
 
 
 def plugin_table() -> str:
-    """Returns the table of registered plug-ins, each with its short names and its docstring's first paragraph."""
-    from dlo_framework.registry.class_source import read_summary
+    """Returns a table for each group of plug-in pages in the navigation: page, first sentence, plug-ins."""
+    on_page: dict[str, list[str]] = {}
+    for target, place in places().items():
+        on_page.setdefault(place.partition("#")[0], []).append(f"[{target.partition(':')[2]}]({place})")
+    registered = {target for _, target in entry_points().values()}
+    names = {page: [link for link in links if _is_plugin(link, registered)] for page, links in on_page.items()}
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    groups = next(item["Plug-ins"] for item in nav if "Plug-ins" in item)
+    lines: list[str] = []
+    for group in (item for item in groups if isinstance(item, dict)):
+        ((title, pages),) = group.items()
+        lines += ["", f"## {title}", "", "| page | what for | plug-ins |", "|---|---|---|"]
+        for entry in pages:
+            ((label, page),) = entry.items()
+            name = page.removeprefix("plugins/")
+            lines.append(
+                f"| [{label}]({name}) | {first_sentence(ROOT / 'docs' / page)} | {', '.join(names.get(name, []))} |"
+            )
+    return "\n".join(lines[1:])
 
-    classes: dict[tuple[str, str], list[str]] = {}
-    for name, registered in entry_points().items():
-        classes.setdefault(registered, []).append(name)
-    rows, places_of = [], places()
-    for (kind, target), (name, *short) in classes.items():
-        names = ", ".join([f"[{name}]({places_of[target]})", *(f"`{alias}`" for alias in short)])
-        rows.append(f"| {names} | {kind} | {' '.join(read_summary(target).split())} |")
-    return "\n".join(["| name | kind | what it does |", "|---|---|---|", *rows])
+
+def _is_plugin(link: str, registered: set[str]) -> bool:
+    name = link[1:].partition("]")[0]
+    return any(target.endswith(f":{name}") for target in registered)
+
+
+def first_sentence(page: Path) -> str:
+    """Returns the first sentence below a page's title, without links."""
+    paragraph = page.read_text(encoding="utf-8").split("\n\n")[1]
+    text = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", " ".join(paragraph.split()))
+    return re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0].rstrip(".:")
 
 
 def kind_table() -> str:
@@ -114,30 +132,6 @@ def tag_table() -> str:
 
     doc = to_markdown(read_class("dlo_framework.watch.monitor:RunMonitor").doc)
     return "\n".join(line.strip() for line in doc.splitlines() if line.strip().startswith("|"))
-
-
-# --- the tree ----------------------------------------------------------------------------------------------
-
-
-def file_tables(package: str) -> str:
-    """Returns a folded table for each folder of a package, with the first sentence of each file."""
-    top = ROOT / PACKAGES[package]
-    folders = [top, *sorted(path.parent for path in top.rglob("__init__.py") if path.parent != top)]
-    parts = []
-    for folder in folders:
-        files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
-        rows = [f"    | `{path.name}` | {first_sentence(path)} |" for path in files]
-        rows = ["    | file | contents |", "    |---|---|", *rows] if files else []
-        name = folder.relative_to(ROOT).as_posix()
-        parts.append("\n".join([f'??? note "{name}/"', "", f"    {first_sentence(folder / '__init__.py')}", "", *rows]))
-    return "\n\n".join(parts)
-
-
-def first_sentence(file: Path) -> str:
-    """Returns the first paragraph of a module's docstring, as one line."""
-    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-    assert doc, f"{file} has no docstring"
-    return " ".join(to_markdown(doc).partition("\n\n")[0].replace("|", "\\|").split())
 
 
 # --- recipes -----------------------------------------------------------------------------------------------
@@ -187,13 +181,12 @@ def read_header(config: str) -> Header:
 
 
 def recipe_list() -> str:
-    """Returns the table of the shipped configs, each with the first line of its opening comment."""
+    """Returns the names of the shipped configs, by folder."""
     folder = ROOT / "configs"
-    paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path.as_posix()))
-    names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
-    titles = [read_header(path.read_text(encoding="utf-8")).title for path in paths]
-    rows = [f"| `{name}` | {title} |" for name, title in zip(names, titles, strict=True)]
-    return "\n".join(["| config | what it trains |", "|---|---|", *rows])
+    names: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path.as_posix())):
+        names.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
+    return "\n".join(f"- `{name if name != '.' else 'configs'}/`: {', '.join(found)}" for name, found in names.items())
 
 
 def recipes() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -95,33 +96,44 @@ def test_the_page_shows_what_is_known() -> None:
 
 
 def _page(text: str) -> str:
-    """Returns the page with the tables of what is known."""
+    """Returns the page with what is known."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    return before + BEGIN + "\n" + "\n".join(_table(*item) for item in known().items()) + "\n" + END + after
+    return before + BEGIN + "\n" + _summary(known()) + "\n" + END + after
 
 
-def _table(task: str, columns: dict[str, dict[str, str]]) -> str:
-    """Returns a task's table: a row for each thing beside, a column for each strategy, and the refusals below."""
-    strategies = [strategy for strategy in matrix.STRATEGIES if strategy in columns]
-    notes: list[str] = []
+def _summary(content: dict[str, dict[str, dict[str, str]]]) -> str:
+    """Returns a line of what works with every strategy, and a table of the refusals, each reason once."""
+    refused: dict[str, dict[str, list[str]]] = {}  # By row and reason: the strategies.
+    names = dict.fromkeys(name for columns in content.values() for column in columns.values() for name in column)
+    for task, columns in content.items():
+        for strategy, column in columns.items():
+            if len(set(column.values())) == 1 and column[""] != "works":  # The task itself is refused.
+                refused.setdefault(task, {}).setdefault(_reason("", column[""]), []).append(strategy)
+                continue
+            for name, outcome in column.items():
+                if outcome != "works":
+                    strategies = refused.setdefault(name, {}).setdefault(_reason(name, outcome), [])
+                    strategies += [] if strategy in strategies else [strategy]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, reasons in refused.items():
+        for reason, strategies in reasons.items():
+            rows.setdefault((_name(strategies), reason), []).append(f"`{name}`")
+    works = ", ".join(f"`{name}`" for name in names if name and name not in refused)
+    head = ["| what | refused under | rule, and what to use |", "|---|---|---|"]
+    table = [f"| {', '.join(what)} | {under} | {reason} |" for (under, reason), what in rows.items()]
+    return "\n".join([f"With every strategy: {works}.", "", *head, *table, ""])
 
-    def cell(outcome: str) -> str:
-        if not outcome:
-            return ""  # A row that has not run yet.
-        if outcome == "works":
-            return "✓"
-        message = outcome.removeprefix("refused: ")
-        if message not in notes:
-            notes.append(message)
-        return f"{notes.index(message) + 1}"
 
-    rows = [
-        f"| {name or 'nothing else'} | "
-        + " | ".join(cell(columns[strategy].get(name, "")) for strategy in strategies)
-        + " |"
-        for name in matrix.beside(task)
-    ]
-    head = [f"### {task}", "", "| | " + " | ".join(strategies) + " |", "|---|" + ":-:|" * len(strategies)]
-    listed = [f"{number}. {message}" for number, message in enumerate(notes, 1)]
-    return "\n".join([*head, *rows, "", *listed, ""])
+def _name(strategies: list[str]) -> str:
+    """Returns the strategies in the order of the columns, or those that are left where most are named."""
+    named = [strategy.replace(",", "") for strategy in matrix.STRATEGIES if strategy in strategies]
+    others = [strategy.replace(",", "") for strategy in matrix.STRATEGIES if strategy not in strategies]
+    return "all but " + ", ".join(others) if len(others) <= 3 else ", ".join(named)
+
+
+def _reason(name: str, outcome: str) -> str:
+    """Returns a refusal's rule and fix, without the row's name and the value that was given."""
+    text = outcome.removeprefix("refused: ").removeprefix(f"{name.partition(',')[0]}: ")
+    text = re.sub(r"\w+ (is not an option of|does not support) [\w ]+: ", "", text)
+    return re.sub(r", got .*?(?=; |$)", "", text)

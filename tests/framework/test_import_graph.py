@@ -38,6 +38,6 @@ def test_the_picture_is_as_the_tree_is(graph):
 
 def test_every_path_on_the_page_exists():
     named = re.findall(r"`([\w./-]+/[\w./-]*|[\w-]+\.py)`", PAGE.read_text())
-    assert len(named) > 80
+    assert len(named) > 20
     folders = [ROOT, *(ROOT / name for name in ("dlo_framework", "plugins/dlo_plugins"))]
     assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []

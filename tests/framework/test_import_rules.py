@@ -107,7 +107,7 @@ def test_light_commands_import_nothing_heavy() -> None:
         assert loaded & (HEAVY | {"dlo_plugins", "dlo_tasks"}) == set(), statement
 
 
-#: Clients of networks, and the modules that may use them: docs/concepts/telemetry.md says what for.
+#: Clients of networks, and the modules that may use them: docs/start/watch.md says what for.
 CLIENTS = re.compile(
     r"^\s*(?:import|from) (requests|httpx|aiohttp|urllib3|urllib\.request|http\.client|fsspec)\b", re.M
 )
