@@ -50,8 +50,8 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.deepspeed.json_file import check_whole
 from dlo_plugins.deepspeed.translation import to_yaml
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.tensor.inference.block_proof import run_on_threads
-from dlo_plugins.parallel.tensor.inference.inferred_rules import has_rules
+from dlo_plugins.parallel.tensor.block_proof import run_on_threads
+from dlo_plugins.parallel.tensor.inferred_rules import has_rules
 from dlo_plugins.parallel.tensor.installation import install_plan
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan

@@ -58,7 +58,7 @@ MOVED = {
     "dlo_plugins.callbacks.sweep_trial": "dlo_plugins.sweep.sweep_trial",
     "dlo_plugins.callbacks.time_to_target": "dlo_plugins.profile.time_to_target",
     "dlo_plugins.callbacks.token_drop": "dlo_plugins.curriculum.token_drop",
-    "dlo_plugins.pipeline.actions": "dlo_plugins.parallel.pipeline.actions",
+    "dlo_plugins.pipeline.actions": "dlo_plugins.parallel.pipeline.pipeline_schedules",
     "dlo_plugins.pipeline.pipeline_schedules": "dlo_plugins.parallel.pipeline.pipeline_schedules",
     "dlo_plugins.profiling.energy_callback": "dlo_plugins.profile.energy",
     "dlo_plugins.profiling.profile_callback": "dlo_plugins.profile.callback",

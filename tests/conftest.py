@@ -109,7 +109,7 @@ LATE_IMPORTS = {
     "dlo_tasks.language.causal_lm": ["transformers.models.llama.modeling_llama"],  # Imports torchao.
     "dlo_tasks.imagenet.digits": ["sklearn.datasets"],
     "dlo_plugins.deepspeed.strategy": ["deepspeed.runtime.engine", "deepspeed.runtime.zero.muon.muon_optimizer"],
-    "dlo_plugins.parallel.mesh.strategy": ["dlo_plugins.parallel.tensor.inference.inferred_rules"],
+    "dlo_plugins.parallel.mesh.strategy": ["dlo_plugins.parallel.tensor.inferred_rules"],
     "dlo_plugins.compile.compile_blocks": ["torch._inductor.compile_fx"],
     "dlo_plugins.compile.callback": ["torch._inductor.compile_fx"],
 }

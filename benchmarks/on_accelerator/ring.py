@@ -25,8 +25,8 @@ from dlo_plugins.parallel.context.block_attention import (
     Score,
     _torch_backward,
     _torch_forward,
+    merge,
 )
-from dlo_plugins.parallel.context.blockwise import merge
 
 
 def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str) -> Iterator[Table]:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
+from dlo_framework.models.autocast import autocast_dtype
 
 Kind = Literal["nf4", "int4"]
 #: Levels of each kind, ascending, times a block's scale. NF4: quantiles of a normal distribution (appendix E).
@@ -144,12 +145,9 @@ class FourBitLinear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Returns the product without the bias, in autocast's dtype if that is on."""
-        device = x.device.type
-        # Compiled devices have autocast; torch.compile (2.11) cannot trace the question.
-        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-        is_on = has_autocast and torch.is_autocast_enabled(device)
-        if is_on and x.dtype != torch.float64:  # Autocast does not cast float64.
-            x = x.to(torch.get_autocast_dtype(device))
+        dtype = autocast_dtype(x.device.type)
+        if dtype is not None and x.dtype != torch.float64:  # Autocast does not cast float64.
+            x = x.to(dtype)
         if torch.compiler.is_compiling():
             # Else the compiler keeps the dequantised weight for backward.
             traced: Tensor = checkpoint(self._linear, x, use_reentrant=False, preserve_rng_state=False)

@@ -144,7 +144,7 @@ def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(
 
 
 SCHEDULE = """
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Action, ActionKind
 from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
 
 

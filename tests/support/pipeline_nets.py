@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
-from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, flushes
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, Action, ActionKind, flushes
 
 
 @dataclass

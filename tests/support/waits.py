@@ -209,7 +209,7 @@ class WaitsOfSteps(Callback):
         "fetchers.py:__next__",
         "apply_func.py:move_data_to_device",
         "batches.py:count_rows",
-        "visibility.py:count_ends",
+        "sequence_layout.py:count_ends",
     )
 
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:

@@ -18,7 +18,7 @@ from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.token_loss import TokenLoss
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.tensor.sharded_modules import install_vocabulary
+from dlo_plugins.parallel.tensor.installation import install_vocabulary
 from dlo_plugins.parallel.tensor.tp_plan import local_range
 from dlo_tasks.language import vocabulary_loss
 from dlo_tasks.language.batches import IGNORE_INDEX

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from dlo_framework.errors import DloError
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_framework.models.experts.mixture_options import MixtureOptions
 from dlo_framework.models.experts.routers import Router, Routing
 
@@ -38,9 +39,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | 
         counts: Number of rows of each expert, `[E]`, integers; their sum is at most S.
         bias: Biases, `[E, H]`.
     """
-    kind = rows.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(rows.device.type)
+    if dtype is not None:
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if has_grouped_kernel(rows, weight):
         return _by_grouped_mm(rows, weight, counts, bias)

@@ -138,7 +138,7 @@ def replay_in_flight(schedule: Any) -> Iterator[InFlight]:
     A stage keeps a micro-batch's activations from its forward, or its recomputation, until its backward, or until its
     weight gradient.
     """
-    from dlo_plugins.parallel.pipeline.actions import ActionKind
+    from dlo_plugins.parallel.pipeline.pipeline_schedules import ActionKind
 
     if not schedule.flushes:
         schedule = schedule.unroll(2)

@@ -29,7 +29,7 @@ from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_plugins.parallel.gathered_dtype import find_batch_norms
 from dlo_plugins.parallel.optimizer_probe import Kind, probe_optimizer, shrink_shape, step_trial
-from dlo_plugins.parallel.tensor.inference.inferred_rules import has_rules
+from dlo_plugins.parallel.tensor.inferred_rules import has_rules
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.plan.layout import SIZES, Request, StateFormat
 from dlo_plugins.plan.machine import Machine, load_machine

@@ -15,7 +15,7 @@ from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.parallel.experts.local_experts import divisible_mixtures
+from dlo_plugins.parallel.experts.expert_parallel import divisible_mixtures
 from dlo_plugins.parallel.tensor.tp_plan import TPPlan, check_divisibility, region_of
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
 from dlo_plugins.plan.work import Amount, Dim

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlo_plugins.parallel.pipeline.actions import Placement
 from dlo_plugins.parallel.pipeline.model_stages import balance_stages
-from dlo_plugins.parallel.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Placement, make_placement, make_schedule, splits_backward
 from dlo_plugins.parallel.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.plan.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.plan.machine import Machine

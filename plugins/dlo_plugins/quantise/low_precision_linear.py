@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlo_plugins.parallel.pipeline.autocast import autocast_dtype, no_autocast
+from dlo_framework.models.autocast import autocast_dtype, no_autocast
 from dlo_plugins.parallel.tensor.projections import RowProduct
 from dlo_plugins.quantise.quantised_layers import replaced_method
 

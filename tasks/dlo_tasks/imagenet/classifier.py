@@ -22,8 +22,8 @@ from dlo_framework.data import VOID
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.attention import Attention
+from dlo_framework.models.experts.balance import RouterTraining
 from dlo_framework.models.experts.mixture_options import MixtureOptions, read_options
-from dlo_framework.models.experts.router_training import RouterTraining
 from dlo_framework.models.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import ChannelGroup, Task

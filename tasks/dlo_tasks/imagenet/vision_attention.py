@@ -28,6 +28,7 @@ from dlo_framework.models.attention import Attention, AttentionMask, DenseSparsi
 from dlo_framework.models.attention.attention_mask import bind_mask, find_heads, find_mask
 from dlo_framework.models.attention.attention_options import Kernel, choose_kernel, log_choice
 from dlo_framework.models.attention.masked_attention import Scores, masked_attention
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_tasks.imagenet.sized_positions import derive
 
 _KERNEL = "_dlo_attention_kernel"
@@ -140,9 +141,7 @@ def masked_vision_model(model: nn.Module, option: Attention | None, device: torc
     masks = {number: AttentionMask(pattern, causal=False, num_heads=number) for number in heads}
     kernel = Kernel("blocks", "any kernel has its shapes")
     if device is not None:
-        parameter = next(model.parameters())
-        is_mixed = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_mixed else parameter.dtype
+        dtype = autocast_dtype(device.type) or next(model.parameters()).dtype
         dropout = any(part.attn_drop.p for part in places)
         biased = any(isinstance(part, _BIASED) for part in places)
         kernel = choose_kernel(option.kernel, masks[heads[0]], device, dtype, dropout=dropout, biased=biased)

@@ -21,8 +21,8 @@ from dlo_framework.distributed.gradient_check import find_unused
 from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.models.attention import Attention
+from dlo_framework.models.experts.balance import RouterTraining
 from dlo_framework.models.experts.mixture_options import MixtureOptions, read_options
-from dlo_framework.models.experts.router_training import RouterTraining
 from dlo_framework.models.experts.routers import BIAS
 from dlo_framework.models.recompute import recompute
 from dlo_framework.plan import ParallelPlan

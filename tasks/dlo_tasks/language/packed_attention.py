@@ -30,8 +30,8 @@ from torch.nn.attention.varlen import varlen_attn
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention.masked_attention import run_flex
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_tasks.language.batches import count_documents, mark_document_starts
-from dlo_tasks.language.vocabulary_head import autocast_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -184,7 +184,7 @@ def attention_forward(
     if by_lengths or by_blocks:
         _refuse(module, dropout, None if by_blocks else softcap, others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        dtype = autocast_dtype(value.device) or value.dtype
+        dtype = autocast_dtype(value.device.type) or value.dtype
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         if by_blocks:
             return _by_blocks(query, key, value, attention_mask, scale, softcap), None
@@ -374,4 +374,4 @@ def _widest_head(config: Any) -> int:
 
 def dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
     """Returns the precision in which a model computes on a device."""
-    return autocast_dtype(device) or next(model.parameters()).dtype
+    return autocast_dtype(device.type) or next(model.parameters()).dtype

@@ -20,12 +20,12 @@ from dlo_framework.models.attention import Attention, AttentionMask, DenseSparsi
 from dlo_framework.models.attention.attention_mask import bind_mask, find_heads, find_mask
 from dlo_framework.models.attention.attention_options import Kernel, choose_kernel, log_choice
 from dlo_framework.models.attention.masked_attention import Scores, cached_attention, masked_attention
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_tasks.language import packed_attention
 from dlo_tasks.language.batches import IGNORE_INDEX, count_documents, mark_document_starts
 from dlo_tasks.language.generation import max_positions
 from dlo_tasks.language.language_models import text_config
 from dlo_tasks.language.language_plans import plan_for
-from dlo_tasks.language.vocabulary_head import autocast_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -224,7 +224,7 @@ def attention_forward(
             f"attention.mask must be without a bias of positions, got {type(module).__name__}; remove the mask"
         )
     scores = Scores(softcap, s_aux)
-    dtype = autocast_dtype(value.device) or value.dtype
+    dtype = autocast_dtype(value.device.type) or value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads = find_heads(module)
     is_step = attention_mask is not None and attention_mask.dtype == torch.int64

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dlo_framework.distillation import LogitLoss, agreements, logit_losses
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.vocabulary_head import (
     VocabularyHead,
-    autocast_dtype,
     can_run_inside,
     head_width,
     is_quantised,
@@ -81,7 +81,7 @@ def summed_distillation(
     def chunks(head: VocabularyHead, states: Tensor) -> tuple[Tensor, Tensor]:
         linear: Any = head.module
         if student.is_product and not is_quantised(linear):
-            dtype = autocast_dtype(states.device) or states.dtype
+            dtype = autocast_dtype(states.device.type) or states.dtype
             compute = _chunk_distances(targets, theirs, loss, shard, student.softcap, dtype, agreed)
             total = theirs.run(lambda: linear_losses(states, linear, compute, dtype, rows, kernel))
         else:
@@ -146,7 +146,7 @@ class _Teacher:
 
     def __init__(self, head: VocabularyHead, hidden: Tensor, shard: VocabularyShard | None, width: int | None) -> None:
         self.head, self.hidden, self.shard, self.width = head, hidden, shard, width
-        self._dtype = autocast_dtype(hidden.device)
+        self._dtype = autocast_dtype(hidden.device.type)
         theirs = head.shard
         self._is_split_alike = (
             theirs is not None and shard is not None and (theirs.first, theirs.count) == (shard.first, shard.count)

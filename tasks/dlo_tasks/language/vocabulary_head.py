@@ -116,11 +116,6 @@ def head_width(head: VocabularyHead) -> int:
     return found if isinstance(found, int) else 2**18
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of products under autocast on a device; None without autocast."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 def can_run_inside(head: VocabularyHead) -> bool:
     """Returns whether a strategy gathers a head's weights by its own call, and leaves that call's result unchanged.
 

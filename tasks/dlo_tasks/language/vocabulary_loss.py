@@ -32,11 +32,11 @@ from torch.utils.checkpoint import checkpoint
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.vocabulary_head import (
     VocabularyHead,
-    autocast_dtype,
     can_run_inside,
     head_width,
     is_quantised,
@@ -161,7 +161,7 @@ def _selected_losses(
             return at_once(head, hidden, targets)
         if kernel == "liger":
             return _by_liger(linear, hidden, targets, head.softcap, terms)
-        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         rows = chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel)
         compute = functools.partial(_chunk_losses, targets, head.softcap, head.shard, kernel, complete, terms)
         return linear_losses(hidden, linear, compute, dtype, rows, kernel, per_token=per_token)

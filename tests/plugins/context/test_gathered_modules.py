@@ -9,9 +9,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.parallel.context.context_parallel import ContextParallel
+from dlo_plugins.parallel.context.context_parallel import ContextParallel, outermost
 from dlo_plugins.parallel.context.gathered_modules import find_parts
-from dlo_plugins.parallel.context.transformers_attention import outermost
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import TYPES, tiny

@@ -18,12 +18,13 @@ from dlo_plugins.parallel.context.block_attention import (
     CUDA_FLASH,
     Block,
     Dropout,
+    MergedOutput,
     Result,
     Score,
     kernel_for,
+    merge,
 )
-from dlo_plugins.parallel.context.blockwise import MergedOutput, merge
-from dlo_plugins.parallel.context.visibility import PairMask
+from dlo_plugins.parallel.context.sequence_layout import PairMask
 
 B, H, K, D = 2, 4, 2, 8
 

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_plugins.parallel.context.sequence_layout import chunks_of, concat_shards, pad_batch, shard_sequence
-from dlo_plugins.parallel.context.visibility import Visibility, find_documents
+from dlo_plugins.parallel.context.sequence_layout import (
+    Visibility,
+    chunks_of,
+    concat_shards,
+    find_documents,
+    pad_batch,
+    shard_sequence,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

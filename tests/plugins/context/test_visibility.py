@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.parallel.context import visibility
-from dlo_plugins.parallel.context.block_attention import Score
-from dlo_plugins.parallel.context.blockwise import Attention, MergedOutput, attend, attend_backward
-from dlo_plugins.parallel.context.visibility import (
+from dlo_plugins.parallel.context import sequence_layout
+from dlo_plugins.parallel.context.block_attention import Attention, MergedOutput, Score, attend, attend_backward
+from dlo_plugins.parallel.context.sequence_layout import (
     CountedTensor,
     Documents,
     PairMask,
@@ -128,7 +127,7 @@ def moved(ends: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def masks_made(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> int:
     """Returns how many masks two layers, forward and backward, make of a batch's documents."""
     made = []
-    monkeypatch.setattr(visibility, "PairMask", lambda seen: made.append(seen) or PairMask(seen))
+    monkeypatch.setattr(sequence_layout, "PairMask", lambda seen: made.append(seen) or PairMask(seen))
     q = torch.randn(2, 2, LENGTH, 8)
     chunks = range(CHUNKS)
     for _ in range(2):
@@ -147,7 +146,7 @@ def test_a_pairs_mask_is_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert masks_made(documents, monkeypatch) == some
     assert masks_made(documents.rows(0, 2), monkeypatch) == some
     assert masks_made(documents.rows(0, 2), monkeypatch) == 0
-    monkeypatch.setattr(visibility, "KEPT_ELEMENTS", 2 * 4 * 4 * 3)  # room for three masks
+    monkeypatch.setattr(sequence_layout, "KEPT_ELEMENTS", 2 * 4 * 4 * 3)  # room for three masks
     few = find_documents(positions, None, CHUNKS)
     assert masks_made(few, monkeypatch) == 3 + 4 * (some - 3)
 

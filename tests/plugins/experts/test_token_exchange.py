@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dlo_framework.models.experts import find_mixtures
 from dlo_framework.testing import run_distributed
-from dlo_plugins.parallel.experts.local_experts import DividedExperts, divide_experts
+from dlo_plugins.parallel.experts.expert_parallel import DividedExperts, divide_experts
 
 EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 6, 10
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.parallel.pipeline.actions import Placement
 from dlo_plugins.parallel.pipeline.exchange import find_tied_groups
 from dlo_plugins.parallel.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.parallel.pipeline.model_stages import Stages, flop_costs, make_stages, release_other_stages
-from dlo_plugins.parallel.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Placement, make_schedule
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.image_models import options
 from support.pipeline_nets import CASES, language, plain, vit

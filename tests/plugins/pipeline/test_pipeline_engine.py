@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
 from dlo_plugins.parallel.pipeline.exchange import Transport
 from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.parallel.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Action, ActionKind, make_schedule
 from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts
 from dlo_plugins.parallel.pipeline.timeline import draw_comparison, simulate_ideal
 from support.fsdp_nets import found_by, of

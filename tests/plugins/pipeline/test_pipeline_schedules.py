@@ -14,9 +14,11 @@ from dlo_framework.extensions import NamedFunctions
 from dlo_framework.registry import Registry
 from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions
 from dlo_plugins.parallel.pipeline import pipeline_schedules
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind, Placement
 from dlo_plugins.parallel.pipeline.pipeline_schedules import (
     SCHEDULES,
+    Action,
+    ActionKind,
+    Placement,
     Schedule,
     ScheduleRule,
     flushes,
@@ -226,7 +228,7 @@ def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) 
 # --- schedules of a user's own --------------------------------------------------------------------------------
 
 OWN = """
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Action, ActionKind
 from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
 
 

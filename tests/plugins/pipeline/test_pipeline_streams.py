@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from dlo_plugins.parallel.pipeline import exchange
-from dlo_plugins.parallel.pipeline.actions import ActionKind
 from dlo_plugins.parallel.pipeline.exchange import Exchange, TensorLayout
-from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_schedule
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, ActionKind, Schedule, make_schedule
 
 _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 

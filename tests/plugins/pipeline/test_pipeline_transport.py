@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlo_plugins.parallel.pipeline.actions import Placement
 from dlo_plugins.parallel.pipeline.exchange import ReceiveQueue, Transport
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Placement
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.shards import get_layout
 from dlo_framework.task import Task
-from dlo_plugins.parallel.tensor.inference.block_proof import run_on_threads
-from dlo_plugins.parallel.tensor.inference.inferred_rules import infer_rules
+from dlo_plugins.parallel.tensor.block_proof import run_on_threads
+from dlo_plugins.parallel.tensor.inferred_rules import infer_rules
 from dlo_plugins.parallel.tensor.installation import install_plan
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan

@@ -8,8 +8,8 @@ import torch
 
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.parallel.tensor import installation
-from dlo_plugins.parallel.tensor.inference.block_proof import run_on_threads
-from dlo_plugins.parallel.tensor.inference.inferred_rules import infer_rules, lacks_rules
+from dlo_plugins.parallel.tensor.block_proof import run_on_threads
+from dlo_plugins.parallel.tensor.inferred_rules import infer_rules, lacks_rules
 from dlo_plugins.parallel.tensor.installation import install_plan
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
@@ -70,7 +70,7 @@ def test_gradients_of_latent_attention_are_those_of_one_process(shares: bool, mo
     task.double()
     plan = make_tp_plan(task.model, completed(task), 2)
     if not shares:
-        monkeypatch.setattr(installation.sharded_modules, "install_sharing", lambda *args: None)
+        monkeypatch.setattr(installation, "install_sharing", lambda *args: None)
     ids = torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(1))
 
     def run(communicator: Any) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import Rule
 from dlo_framework.task import Task
-from dlo_plugins.parallel.tensor.inference.inferred_rules import InferredRules, infer_rules
+from dlo_plugins.parallel.tensor.inferred_rules import InferredRules, infer_rules
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.parallel.tensor.tp_planner import SHAPING, make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -194,7 +194,7 @@ def test_the_ranks_divide_some_regions_only() -> None:
 
 
 def test_the_models_own_rules_win_and_are_not_proved_again(monkeypatch) -> None:
-    monkeypatch.setattr("dlo_plugins.parallel.tensor.inference.inferred_rules.infer_rules", lambda *args: 1 / 0)
+    monkeypatch.setattr("dlo_plugins.parallel.tensor.inferred_rules.infer_rules", lambda *args: 1 / 0)
     task = CausalLM(config=tiny("llama", dropout=False)).on_meta()
     plan = task.parallel_plan()
     assert TensorParallel().complete_plan(task, plan, 2) is plan

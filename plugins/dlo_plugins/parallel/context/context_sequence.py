@@ -11,8 +11,17 @@ from torch import Tensor
 
 from dlo_framework.batches import FULL_POSITIONS, ROW_PLACES
 from dlo_framework.models.attention.attention_mask import AttentionMask, LocalHeads
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_plugins.parallel.context import sequence_layout
 from dlo_plugins.parallel.context.block_attention import Score
+from dlo_plugins.parallel.context.sequence_layout import (
+    CountedTensor,
+    Documents,
+    SparseMask,
+    count_ends,
+    find_documents,
+    read_counts,
+)
 from dlo_plugins.parallel.context.shared_attention import (
     Ring,
     SharedAttention,
@@ -22,14 +31,6 @@ from dlo_plugins.parallel.context.shared_attention import (
     issue,
     ring_attention,
     ulysses_attention,
-)
-from dlo_plugins.parallel.context.visibility import (
-    CountedTensor,
-    Documents,
-    SparseMask,
-    count_ends,
-    find_documents,
-    read_counts,
 )
 
 _log = logging.getLogger(__name__)
@@ -207,11 +208,8 @@ class ContextSequence:
         Raises:
             DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
         """
-        device, dtype = q.device.type, v.dtype
-        # Asked of meta tensors, which nobody compiles; torch 2.11 does not trace it.
+        dtype = autocast_dtype(q.device.type) or v.dtype
         in_graph, is_full, ring = torch.compiler.is_compiling(), self.method == "ulysses", self.ring
-        if (in_graph or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         # Recomputation restores the common random numbers that it is drawn from.
         seed = torch.randint(SEEDS, ()) if dropout else None

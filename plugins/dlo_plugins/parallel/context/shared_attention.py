@@ -44,17 +44,17 @@ from torch import Tensor
 from dlo_framework.distributed import collectives
 from dlo_framework.distributed.collectives import Communicator, Pending, with_backward
 from dlo_framework.errors import DloError
-from dlo_plugins.parallel.context.block_attention import Dropout, Score
-from dlo_plugins.parallel.context.blockwise import (
+from dlo_plugins.parallel.context.block_attention import (
     Attention,
+    Dropout,
     MergedOutput,
+    Score,
     add_sinks,
     attend,
     attend_backward,
     sinks_gradient,
 )
-from dlo_plugins.parallel.context.sequence_layout import chunks_of
-from dlo_plugins.parallel.context.visibility import Documents
+from dlo_plugins.parallel.context.sequence_layout import Documents, chunks_of
 
 #: Tags by which gloo separates transfers that run at the same time.
 _KEYS, _GRADIENTS = 1, 2

@@ -19,9 +19,9 @@ from dlo_framework.models.experts.balance import (
     describe_balance,
     find_routers,
     sum_loads,
+    token_group,
     watch_loads,
 )
-from dlo_framework.models.experts.router_training import token_group
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.task import checkable_module
 from dlo_framework.watch.media import is_logged, log_scalars, save_figure

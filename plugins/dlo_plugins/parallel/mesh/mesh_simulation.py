@@ -47,7 +47,7 @@ from dlo_plugins.parallel.mesh.parallelize import MeshOptions, ParallelRun, para
 from dlo_plugins.parallel.mesh.pipelined_task import PipelinedTask, PipelineOptions
 from dlo_plugins.parallel.pipeline.model_stages import make_stages
 from dlo_plugins.parallel.pipeline.pipeline_schedules import make_placement, make_schedule
-from dlo_plugins.parallel.tensor.inference.projection_flow import block_kind
+from dlo_plugins.parallel.tensor.rule_candidates import block_kind
 
 #: Device of the fake tensors.
 _DEVICE = torch.device("cpu")

@@ -44,12 +44,12 @@ from dlo_plugins.parallel.gathered_dtype import (
     check_sent_dtype,
     prepare_weights,
 )
-from dlo_plugins.parallel.mesh.applier_order import MeshAppliers
 from dlo_plugins.parallel.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.parallel.mesh.mesh_engine import MeshEngine
 from dlo_plugins.parallel.mesh.mesh_simulation import rehearse_step
 from dlo_plugins.parallel.mesh.parallelize import (
     FrozenMesh,
+    MeshAppliers,
     MeshOptions,
     ParallelRun,
     ParallelState,

@@ -24,11 +24,10 @@ from dlo_framework.distributed import collectives
 from dlo_framework.distributed.collectives import HostReceive, backend_of, exchange_limit
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor
-from dlo_plugins.parallel.pipeline.actions import ActionKind, Placement
-from dlo_plugins.parallel.pipeline.autocast import autocast_dtype
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_plugins.parallel.pipeline.gates import StageShapes
 from dlo_plugins.parallel.pipeline.model_stages import Stages
-from dlo_plugins.parallel.pipeline.pipeline_schedules import Schedule
+from dlo_plugins.parallel.pipeline.pipeline_schedules import ActionKind, Placement, Schedule
 
 #: Number of receives that are posted in advance for each sender, but on NCCL.
 _AHEAD = 2

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import TensorPlace, tensor_places, tensors_replaced
+from dlo_framework.models.autocast import no_autocast, uncached
 from dlo_framework.models.experts.auxiliary_loss import in_micro_batch
 from dlo_framework.models.recompute import BufferGuard, recomputed_later
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.random_streams import random_stream
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind
-from dlo_plugins.parallel.pipeline.autocast import no_autocast, uncached
 from dlo_plugins.parallel.pipeline.exchange import Exchange, TiedWeights, Transport, batch_signatures, find_tied_groups
 from dlo_plugins.parallel.pipeline.gates import Placeholder, SkipCheck, StageForward, StageShapes
 from dlo_plugins.parallel.pipeline.model_stages import Split, make_stages, release_other_stages
 from dlo_plugins.parallel.pipeline.pipeline_schedules import (
+    Action,
+    ActionKind,
     Schedule,
     flushes,
     forward_only,

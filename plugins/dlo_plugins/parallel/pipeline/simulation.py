@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dlo_framework.errors import DloError
-from dlo_plugins.parallel.pipeline.actions import Action, ActionKind, Placement
-from dlo_plugins.parallel.pipeline.pipeline_schedules import Schedule
+from dlo_plugins.parallel.pipeline.pipeline_schedules import Action, ActionKind, Placement, Schedule
 
 
 class Deadlock(DloError):

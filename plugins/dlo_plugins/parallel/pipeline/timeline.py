@@ -14,8 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import log_scalars, save_figure
-from dlo_plugins.parallel.pipeline.actions import ActionKind
-from dlo_plugins.parallel.pipeline.pipeline_schedules import Schedule
+from dlo_plugins.parallel.pipeline.pipeline_schedules import ActionKind, Schedule
 from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts, Timeline, simulate
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.fake_kernels import TensorPlace, tensor_places, tensors_replaced
-from dlo_plugins.parallel.pipeline.autocast import autocast_dtype, no_autocast
+from dlo_framework.models.autocast import autocast_dtype, no_autocast
 
 
 class WeightGradients:

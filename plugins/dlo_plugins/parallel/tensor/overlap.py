@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.models.autocast import autocast_dtype
 from dlo_plugins.parallel.tensor.collectives import (
     check_first_derivative,
     owned,
@@ -338,15 +339,8 @@ def _join(parts: Tensor, length: int) -> Tensor:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which a projection multiplies: autocast's, where it is on."""
-    device = x.device.type
-    is_on = _has_autocast(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on and x.dtype != torch.float64 else x.dtype  # It leaves float64.
-
-
-@torch.compiler.assume_constant_result
-def _has_autocast(device: str) -> bool:
-    """Returns whether a kind of device has autocast; torch.compile of torch 2.11 does not trace the question."""
-    return torch.amp.is_autocast_available(device)
+    dtype = autocast_dtype(x.device.type)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype  # Autocast leaves float64.
 
 
 def gather_columns(

@@ -25,10 +25,9 @@ from dlo_framework.distributed.vocab_parallel import copy_in
 from dlo_framework.errors import DloError
 from dlo_plugins.parallel.tensor import overlap
 from dlo_plugins.parallel.tensor.collectives import gather_to_region, reduce_from_region, reduce_scatter_from_region
-from dlo_plugins.parallel.tensor.local_random import Dropouts, LocalRandom
 from dlo_plugins.parallel.tensor.overlap import AsyncProducts
 from dlo_plugins.parallel.tensor.projections import REGION, RowProduct, add_bias, install_row_adapters, mix_in
-from dlo_plugins.parallel.tensor.sequence_parallel import ShardedSequence, change_first_input
+from dlo_plugins.parallel.tensor.sequence_parallel import Dropouts, LocalRandom, ShardedSequence, change_first_input
 
 
 class Region:

@@ -21,14 +21,13 @@ from dlo_framework.distributed.gradient_check import is_shipped
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.parallel.tensor.installation import install_plan
-from dlo_plugins.parallel.tensor.local_random import LocalRandom
 from dlo_plugins.parallel.tensor.overlap import CHUNKS, AsyncProducts, reaches_peers
-from dlo_plugins.parallel.tensor.sequence_parallel import ShardedSequence
+from dlo_plugins.parallel.tensor.sequence_parallel import LocalRandom, ShardedSequence
 from dlo_plugins.parallel.tensor.tp_plan import Coverage, measure_coverage
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
 
 if TYPE_CHECKING:
-    from dlo_plugins.parallel.tensor.inference.inferred_rules import InferredRules
+    from dlo_plugins.parallel.tensor.inferred_rules import InferredRules
 
 AXIS = "tp"
 
@@ -121,7 +120,7 @@ class TensorParallel(Applier):
         """Returns a plan with tensor rules: its own, and inferred ones where it has none.
 
         A user's rules are tried on values. Inferred rules are those of all blocks, or, beside rules of the plan, of
-        attentions and MLPs that it leaves whole; see :mod:`dlo_plugins.parallel.tensor.inference`.
+        attentions and MLPs that it leaves whole; see :mod:`dlo_plugins.parallel.tensor`.
 
         Args:
             task: Task with its model built; it is not changed.
@@ -133,8 +132,8 @@ class TensorParallel(Applier):
             DloError: The plan has no rules and none can be inferred, with the layers in the way; or slices by a user's
                 rules do not compute what the full blocks do.
         """
-        from dlo_plugins.parallel.tensor.inference.block_proof import join_plans
-        from dlo_plugins.parallel.tensor.inference.inferred_rules import (
+        from dlo_plugins.parallel.tensor.block_proof import join_plans
+        from dlo_plugins.parallel.tensor.inferred_rules import (
             has_rules,
             infer_rules,
             lacks_rules,

@@ -105,7 +105,7 @@ class RegionPlan:
         kv: Number of key/value heads over all ranks, if known.
         width: Number of features of a head.
         counts_by_config: Whether the module reads its number of heads from the model's config.
-        local_shapes: Whether its code reshapes to full sizes; see :mod:`dlo_plugins.parallel.tensor.local_shapes`.
+        local_shapes: Whether its code reshapes to full sizes; see :mod:`dlo_plugins.parallel.tensor.installation`.
         local_counts: Whether its attributes with numbers of heads are set to the rank's.
     """
 

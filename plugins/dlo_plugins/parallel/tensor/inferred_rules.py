@@ -24,16 +24,21 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors
 from dlo_framework.models.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_plugins.parallel.tensor.inference.block_proof import (
+from dlo_plugins.parallel.tensor.block_proof import (
     BlockProof,
     NotProvenError,
     error_line,
     join_plans,
     rename_plan,
 )
-from dlo_plugins.parallel.tensor.inference.projection_flow import ProjectionFlow, block_kind, is_projection, record_flow
-from dlo_plugins.parallel.tensor.inference.rule_candidates import find_candidates
 from dlo_plugins.parallel.tensor.projections import base_of
+from dlo_plugins.parallel.tensor.rule_candidates import (
+    ProjectionFlow,
+    block_kind,
+    find_candidates,
+    is_projection,
+    record_flow,
+)
 from dlo_plugins.parallel.tensor.tp_plan import TPPlan, check_divisibility, region_of
 from dlo_plugins.parallel.tensor.tp_planner import SHAPING, make_tp_plan, unsaved_buffers
 

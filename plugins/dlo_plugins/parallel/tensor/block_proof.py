@@ -23,8 +23,8 @@ from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_plugins.parallel.tensor.inference.projection_flow import BlockCall, TensorInput
 from dlo_plugins.parallel.tensor.installation import install_plan
+from dlo_plugins.parallel.tensor.rule_candidates import BlockCall, TensorInput
 from dlo_plugins.parallel.tensor.tp_plan import TPPlan, region_of
 from dlo_plugins.parallel.tensor.tp_planner import SHAPING, make_tp_plan
 
