@@ -43,6 +43,7 @@ from dlo_plugins.curriculum.token_drop import TokenDrop
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.distill.callback import Distill
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, GradientNoise
+from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.images.rectangular_validation import RectangularValidation
@@ -255,6 +256,8 @@ BESIDE: dict[str, With] = {
     "Rotor, offloading": With(lambda: [Rotor("90%", offload=True, link="100GB/s")]),
     "SequenceLength": With(lambda: [SequenceLength(start=8)], tasks=TEXTS),
     # Rates of 0 and 1 draw nothing: the second block is there in the first epoch, and left out in the second.
+    # Some of the six steps are skipped: those with a norm above the last two.
+    "SkipSpikes": With(lambda: [SkipSpikes(threshold=1.001, window=2)]),
     "StochasticDepthSchedule": With(
         lambda: [StochasticDepthSchedule(stages=2)],
         tasks=IMAGES,

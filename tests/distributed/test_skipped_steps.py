@@ -16,13 +16,14 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
+from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.fsdp_nets import Batches, differ, trainer
 from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task
 
-SKIPPED = 1
+SKIPPED, SPIKE = 1, 2
 
 
 class Skipping(ImageClassifier):
@@ -92,6 +93,13 @@ class Poisoned(ImageClassifier):
         return _NanBackward.apply(loss) if last and self.trainer.global_step == SKIPPED else loss
 
 
+class Spiked(ImageClassifier):
+    """A gradient that is 30 times as large, after a window of two steps."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * (30.0 if self.trainer.global_step == SPIKE else 1.0)
+
+
 class Judge(Callback):
     """Skips a step by itself, and records norms."""
 
@@ -122,14 +130,15 @@ def _left_out(rank: int, world: int) -> dict[str, Any]:
     for strategy, (name, make, clip) in LEFT_OUT.items():
         share = (0, 1) if strategy in ("tp", "pp") else (rank, world)
         batches = [tuple(part.chunk(share[1])[share[0]] for part in batch) for batch in data()]
-        for case in ("finite", "scaler", "scaler, without"):
+        for case in ("finite", "spike", "scaler", "scaler, without"):
             if "scaler" in case and strategy not in ("ddp", "zero3", "fsdp"):
                 continue
             own = batches[:SKIPPED] + batches[SKIPPED + 1 :] if "without" in case else batches
             judge = Judge(skips=case == "scaler")
-            kind, callbacks = (
-                (Poisoned, [FiniteLoss("skip"), judge]) if case == "finite" else (ImageClassifier, [judge])
-            )
+            kind, callbacks = {
+                "finite": (Poisoned, [FiniteLoss("skip"), judge]),
+                "spike": (Spiked, [judge, SkipSpikes(window=SPIKE)]),
+            }.get(case, (ImageClassifier, [judge]))
             scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
             half = [MixedPrecision("16-mixed", "cpu", scaler)] if "scaler" in case else []
             clipping = {"gradient_clip_val": 1e9, "gradient_clip_algorithm": clip}
@@ -149,12 +158,16 @@ def test_a_skipped_step_changes_nothing_under_any_strategy() -> None:
     ranks = run_distributed(_left_out, 2, timeout=300)
     raised = [value for found in ranks for value in found.values() if isinstance(value, str)]
     assert not raised, raised[0]
-    assert len(ranks[0]) == len(LEFT_OUT) + 2 * 3
+    assert len(ranks[0]) == 2 * len(LEFT_OUT) + 2 * 3
     for case, (weights, norms, parts, name) in ranks[0].items():
         others, finite = ranks[1][case][1], [*norms[:SKIPPED], *norms[SKIPPED + 1 :]]
         if case.endswith("finite"):  # The step's own norm is NaN until its gradients are dropped, and 0 then.
             assert differ(weights, plain_loop(name, parts, SKIPPED)) <= (5e-3 if parts == 1 else 1e-6), case
             assert norms == others, f"{case}: norms differ between ranks"
+        elif case.endswith("spike"):
+            assert differ(weights, plain_loop(name, parts, SPIKE)) <= (5e-3 if parts == 1 else 1e-6), case
+            assert norms == others, f"{case}: norms differ between ranks"
+            assert norms[SPIKE] > 10 * max(norms[:SPIKE]), case
         elif case.endswith("scaler"):
             without, rest, *_ = ranks[0][f"{case}, without"]
             assert norms == others, f"{case}: norms differ between ranks"

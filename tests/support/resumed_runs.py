@@ -39,6 +39,7 @@ from dlo_plugins.curriculum.layer_drop import LayerDrop
 from dlo_plugins.curriculum.sequence_length import SequenceLength
 from dlo_plugins.curriculum.token_drop import TokenDrop
 from dlo_plugins.gradients.clipping_and_noise import GradientNoise
+from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.prune.callback import Prune
@@ -500,6 +501,7 @@ def build(scenario: Scenario, folder: Path) -> tuple[Any, Any, list[Callback]]:
         "prune": lambda: Prune(amount=0.5, begin="10%", end="80%", every=2),
         "quantise": lambda: Quantise(when="aware", start="30%", report=False),
         "noise": GradientNoise,
+        "spikes": lambda: SkipSpikes(threshold=1.01, window=3),
         "lengths": lambda: SequenceLength(start=8, until="60%"),
     }
     callbacks += [ScheduleFree()] if "schedulefree" in scenario.optimizer else []
