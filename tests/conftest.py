@@ -128,6 +128,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 importlib.import_module(name)
         del os.environ["DS_ACCELERATOR"]
         PRELOADED_PACKAGES.add("deepspeed")
+    if "lightning.pytorch" in sys.modules:
+        importlib.import_module("support.entry_points")
+        PRELOADED_PACKAGES.add("support")
     gc.collect()
     gc.freeze()
 
