@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +22,6 @@ from dlo_plugins.parallel.gathered_dtype import default_param_dtype
 from support.fsdp_nets import (
     STEPS,
     WIDTH,
-    Block,
     Module,
     Net,
     alone,
@@ -71,119 +68,6 @@ class UnusedModule(Module):
         return nn.functional.cross_entropy(self.net(x), batch[1])
 
 
-class Adversaries(LightningModule):
-    """Two nets, each with an optimizer of its own, taking turns as a generator and a discriminator do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.maker, self.judge = Net(), Net()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.AdamW(self.maker.parameters(), lr=0.05, eps=1e-5),
-            torch.optim.SGD(self.judge.parameters(), lr=0.1, momentum=0.5),
-        ]
-
-    def fooled(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.judge(x + torch.nn.functional.pad(self.maker(x), (0, 1))), y)
-
-    def told(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            made = x + torch.nn.functional.pad(self.maker(x), (0, 1))
-        one, other = nn.functional.cross_entropy(self.judge(x), y), nn.functional.cross_entropy(self.judge(made), y)
-        return one - 0.1 * other
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        maker, judge = self.optimizers()
-        self.toggle_optimizer(maker)
-        self.manual_backward(self.fooled(*batch))
-        maker.step()
-        maker.zero_grad()
-        self.untoggle_optimizer(maker)
-        self.toggle_optimizer(judge)
-        for _ in range(2):  # An accumulation by hand.
-            self.manual_backward(self.told(*batch) / 2)
-        judge.step()
-        judge.zero_grad()
-        self.untoggle_optimizer(judge)
-
-
-class Held(Module):
-    """A module that trains towards what a list or a closure of its weights gives."""
-
-    def __init__(self, in_closure: bool) -> None:
-        super().__init__()
-        weights = list(self.net.parameters())
-        self.pairs = (lambda: weights) if in_closure else list(zip(weights, weights, strict=True))
-
-
-class WritingBlock(Block):
-    """Multiplies its weight by its input's mean in one of its forwards."""
-
-    at, count = 1, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        if self.count == self.at:
-            with torch.no_grad():
-                self.one.weight.mul_(x.mean())
-        return super().forward(x)
-
-
-class Written(Module):
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.net.blocks = nn.ModuleList([WritingBlock() for _ in range(2)])
-        for block in self.net.blocks:
-            block.at = at
-
-
-class Late(Module):
-    """Changes gradients after their norm is known, in place where the optimizer needs full tensors."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if self.in_place:
-                parameter.grad.mul_(2)
-            else:
-                parameter.grad = parameter.grad * 2
-
-    def configure_optimizers(self) -> Any:
-        if self.in_place:
-            return torch.optim.Adafactor(self.net.parameters())
-        return super().configure_optimizers()
-
-
-BY_RANK = "must be the same on all ranks, got other values on each for net.blocks.0.one.weight"
-#: Modules that would train otherwise than in one process, and what refuses them.
-REFUSED: list[tuple[Callable[[], Module], str]] = [
-    (lambda: Held(False), "must not hold parameters .* got net.stem.weight in .*pairs; take them from"),
-    (lambda: Held(True), "must not hold parameters .* got net.stem.weight in Held.pairs; take"),
-    (lambda: Written(1), BY_RANK),
-    (lambda: Written(3), BY_RANK),
-    (lambda: Late(False), "got that of net.stem.weight replaced after it;"),
-    (lambda: Late(True), "got that of net.stem.weight written after it; change it in on_after_backward"),
-]
-
-
-def adversaries_alone() -> dict[str, Tensor]:
-    module = Adversaries()
-    maker, judge = module.configure_optimizers()
-    for batch in data():
-        for optimizer, loss in ((maker, module.fooled), (judge, module.told)):
-            loss(*batch).backward()
-            optimizer.step()
-            maker.zero_grad()
-            judge.zero_grad()
-    return module.state_dict()
-
-
 # --- what runs on the ranks -------------------------------------------------------------------------------------
 
 
@@ -221,19 +105,6 @@ def _named(rank: int, world: int, folder: Path) -> Any:
     return str(error.value)
 
 
-def _refused(rank: int, world: int, folder: Path) -> Any:
-    for make, message in REFUSED:
-        with pytest.raises(DloError, match=message):
-            trainer(world, FSDPStrategy()).fit(make(), mine(rank, world))
-
-
-def _manual(rank: int, world: int, folder: Path) -> Any:
-    run, module = trainer(world, FSDPStrategy()), Adversaries()
-    run.fit(module, mine(rank, world))
-    weights = gather_full_weights(run)
-    return differ(weights, adversaries_alone()) if rank == 0 else 0.0, len(run.strategy.engine.sharded.roots)
-
-
 def _evaluation(rank: int, world: int, folder: Path) -> Any:
     """Evaluates before, between, within and after fits, which go on from each other, with the same module."""
     module, loader = Module(), mine(rank, world)
@@ -268,13 +139,6 @@ def _other_options(rank: int, world: int, folder: Path) -> Any:
     return str(error.value)
 
 
-def _clipped_by_value(rank: int, world: int, folder: Path) -> Any:
-    run, module = trainer(world, FSDPStrategy(), gradient_clip_val=0.01, gradient_clip_algorithm="value"), Module()
-    run.fit(module, mine(rank, world))
-    weights = gather_full_weights(run)
-    return differ(weights, alone(Module(), clip=0.01)) if rank == 0 else 0.0
-
-
 class Large(Module):
     """Its gradient has millions of elements, whose squares cannot be added up one after the other."""
 
@@ -304,10 +168,7 @@ def _applied(rank: int, world: int, folder: Path) -> Any:
     return float((net(data()[0][0]) - whole).abs().max()), sharded
 
 
-CHECKS = (
-    _applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _manual, _evaluation,
-    _other_options, _clipped_by_value, _refused,
-)  # fmt: skip
+CHECKS = (_applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _evaluation, _other_options)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -397,16 +258,6 @@ def test_unused_parameters_are_named(ranks: list[dict[str, Any]]) -> None:
         assert "find_unused: true" in message
 
 
-def test_what_would_train_otherwise_is_refused(ranks: list[dict[str, Any]]) -> None:
-    of(ranks, "_refused")
-
-
-def test_two_optimizers_by_hand(ranks: list[dict[str, Any]]) -> None:
-    difference, roots = of(ranks, "_manual")[0]
-    assert difference < 1e-6
-    assert roots == 2
-
-
 def test_evaluation_around_fits(ranks: list[dict[str, Any]]) -> None:
     for found in of(ranks, "_evaluation"):
         assert found["found"] == pytest.approx(found["evaluations"], rel=1e-5)
@@ -418,7 +269,3 @@ def test_a_module_that_is_sharded_keeps_its_options(ranks: list[dict[str, Any]])
     assert all(
         "must be those of the earlier run that has sharded" in message for message in of(ranks, "_other_options")
     )
-
-
-def test_clipping_by_value(ranks: list[dict[str, Any]]) -> None:
-    assert of(ranks, "_clipped_by_value")[0] < 1e-6

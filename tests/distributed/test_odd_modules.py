@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from dlo_framework.checkpoint.loading import single_file
@@ -26,6 +26,7 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import trainer
 from support.odd_modules import DATA, MODULES, PIPELINES, ROWS, Odd, batches
+from support.runs import Watch
 
 #: Micro-batches and precision of a run.
 Run = tuple[int, str]
@@ -43,17 +44,6 @@ STRATEGIES: dict[str, Any] = {
     },
     **{f"deepspeed{stage}": partial(DeepSpeedBridge, stage) for stage in (1, 2, 3)},
 }
-
-
-class Watch(Callback):
-    """Records each step's loss, the mean over ranks with other samples."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        if outputs:
-            self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
 
 
 def train(kind: type[Odd], strategy: Any, share: tuple[int, int], run: Run, path: Path, losses: Any) -> None:
@@ -183,28 +173,11 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 #: One of each way in which user code reads and writes weights and gradients outside of layers; the slow test has all.
 SOME: dict[str, tuple[str, ...]] = {
-    "tp": (
-        *("L2", "hook on weights", "hook that clips by norm", "same block twice", "clips by itself"),
-        *("momentum encoder", "in optimizer_step", "assigned between steps", "held weights", "norm of gradients"),
-    ),
-    "GPipe": (
-        *(
-            "same block twice",
-            "one batch norm object",
-            "deep supervision",
-            "held weights",
-            "loss of what hooks collect",
-        ),
-        "number that blocks share",
-    ),
-    "zero3": ("average of weights", "callback that clamps weights", "clips by itself", "in optimizer_step"),
-    "fsdp": (
-        *("sharpness", "writes to its input", "state in the step", "assigned between steps"),
-        *("swapped for validation", "weights in a global", "momentum encoder", "prototypes of data", "largest norm"),
-        *("hook on weights", "forward without hooks"),
-    ),
-    "deepspeed2": ("assigned between steps", "assigned before the first step", "L2"),
-    "deepspeed3": ("L2", "clamps weights", "average of weights"),
+    "tp": ("L2", "hook that clips by norm", "same block twice", "in optimizer_step", "held weights"),
+    "GPipe": ("one batch norm object", "deep supervision", "loss of what hooks collect", "number that blocks share"),
+    "zero3": ("average of weights", "gradient penalty", "hook on weights", "momentum encoder", "sparse gradients"),
+    "fsdp": ("sharpness", "state in the step", "swapped for validation", "weights in a global", "prototypes of data"),
+    "deepspeed3": ("assigned between steps", "clamps weights"),
 }
 
 

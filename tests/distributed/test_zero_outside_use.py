@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelSummary
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from dlo_framework.costs import is_compiled
 from dlo_framework.local_memory import memory_of
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.parallel.user_code import HookContext, OutsideUse, users_hooks
+from dlo_plugins.parallel.user_code import OutsideUse
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
 
@@ -58,15 +52,6 @@ class ByHand(AllPenalised):
         self.manual_backward(Module.loss(self, batch))
         self.manual_backward(penalty(self.parameters()))
         optimizer.step()
-
-
-class HooksOfItsOwn(Module):
-    """A hook of the user's."""
-
-    ran: ClassVar[list[str]] = []
-
-    def on_train_end(self) -> None:
-        self.ran.append("module")
 
 
 def _each(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -121,36 +106,3 @@ def test_only_what_needs_values_counts_as_use() -> None:
         seen.clear()
         nn.functional.linear(torch.ones(2, 3), weight=weight)
         assert seen
-
-
-def test_hooks_of_the_users_run_inside_a_context_until_it_is_removed() -> None:
-    ran = HooksOfItsOwn.ran
-    callback, module = LambdaCallback(on_train_start=lambda *_: ran.append("callback")), HooksOfItsOwn()
-    before = callback.on_train_start
-
-    @contextlib.contextmanager
-    def around(hook: str) -> Iterator[None]:
-        ran.append(hook)
-        yield
-
-    contexts = [HookContext(owner, name, around) for owner, name in users_hooks([module, callback, ModelSummary()])]
-    assert is_overridden("on_train_end", module)
-    assert not is_overridden("on_train_start", module)
-    module.on_train_end()
-    callback.on_train_start(None, None)
-    copy.deepcopy(module)
-    assert ran == ["on_train_end of HooksOfItsOwn", "module", "on_train_start of LambdaCallback", "callback"]
-    for context in contexts:
-        context.remove()
-    module.on_train_end()
-    assert ran[4:] == ["module"]
-    assert callback.on_train_start is before
-    assert "on_train_end" not in vars(module)
-
-
-def test_compiled_parts_are_seen() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert not is_compiled(net)
-    net[1].compile(backend="eager")
-    assert is_compiled(net)
-    assert is_compiled(nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")))

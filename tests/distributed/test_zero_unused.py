@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
-from support.fsdp_nets import Module, found_by, mine, of, trainer
+from support.fsdp_nets import Module, alone, differ, found_by, mine, of, trainer
 
 PARTS = 4
 #: By case, which parts each of two ranks uses in each of two micro-batches.
@@ -98,9 +99,11 @@ def _parity(rank: int, world: int, folder: Path) -> dict[str, float]:
 class Sometimes(Module):
     """The net, whose second block the second rank leaves out."""
 
+    part = 0
+
     def loss(self, batch: Any) -> Tensor:
         x = self.net.stem(batch[0])
-        for block in self.net.blocks[: 1 if dist.get_rank() else 2]:
+        for block in self.net.blocks[: 1 if self.part else 2]:
             x = block(x)
         return nn.functional.cross_entropy(self.net.head(x), batch[1])
 
@@ -128,9 +131,10 @@ def _amid(rank: int, world: int, folder: Path) -> dict[str, float]:
     }
     differences = {}
     for kind, strategy in strategies.items():
-        amid = Amid()
+        amid, module = Amid(), Sometimes()
+        module.part = rank
         run = trainer(world, strategy, accumulate_grad_batches=2, callbacks=[amid])
-        run.fit(Sometimes(), mine(rank, world))
+        run.fit(module, mine(rank, world))
         assert amid.found is not None
         assert any(own is None for own in amid.own.values()) is (rank == 1)
         for name, found in amid.found.items():
@@ -143,8 +147,17 @@ def _amid(rank: int, world: int, folder: Path) -> dict[str, float]:
     return differences
 
 
+def _chosen(rank: int, world: int, folder: Path) -> float:
+    """How far the weights of stage 3, whose second unit one rank alone calls, are from those of one process."""
+    run, module = trainer(world, ZeroStrategy(3, find_unused=True)), Sometimes()
+    module.part = rank
+    run.fit(module, mine(rank, world))
+    weights = gather_full_weights(run)
+    return differ(weights, alone(Sometimes(), parts=world)) if rank == 0 else 0.0
+
+
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_parity, _amid), rank, world, folder)
+    return found_by((_parity, _amid, _chosen), rank, world, folder)
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +174,7 @@ def test_each_micro_batch_s_gradients_count_on_whichever_rank(found: list[dict[s
 def test_a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(found: list[dict[str, Any]]) -> None:
     for differences in of(found, "_amid"):
         assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-7)
+
+
+def test_a_unit_that_one_rank_calls_trains_as_in_one_process(found: list[dict[str, Any]]) -> None:
+    assert of(found, "_chosen") == pytest.approx([0.0, 0.0], abs=1e-6)

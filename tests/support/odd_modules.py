@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework import ParallelPlan, Task
@@ -206,22 +206,6 @@ def clipped(grad: Tensor) -> Tensor:
     return grad * (0.01 / grad.norm()).clamp(max=1)
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3 / 3
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * ctx.saved_tensors[0] ** 2
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-
 @dataclasses.dataclass
 class Found:
     logits: Tensor
@@ -283,12 +267,6 @@ def reversed_for_a_head(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return self.head(x), self.domain(2 * x.detach() - x)
 
 
-def normalised(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.head.weight.copy_(F.normalize(self.head.weight, dim=1))
-    return Net.forward(self, x)
-
-
 def initialised(self: Any, x: Tensor) -> Tensor:
     if self.training and not self.done:
         self.done = True
@@ -313,38 +291,11 @@ def slope_hooked(self: Any, hidden: Tensor) -> Tensor:
     return F.gelu(hidden)
 
 
-def low_rank(self: Any) -> None:
-    self.requires_grad_(False)
-    self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-
 class Domains(Odd):
     net = net(reversed_for_a_head, lambda self: put(self, domain=nn.Linear(WIDTH, CLASSES)))
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return F.cross_entropy(outputs[0], batch[1]) + 0.3 * F.cross_entropy(outputs[1], batch[1])
-
-
-class Contrastive(Odd):
-    strategies = STEPS
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        ours, is_alone = F.normalize(outputs), self.trainer.world_size == 1
-        theirs = ours.detach() if is_alone else self.all_gather(ours.detach()).reshape(-1, CLASSES)
-        classes = batch[1] if is_alone else self.all_gather(batch[1]).reshape(-1)
-        alike = (batch[1][:, None] == classes[None]).to(ours.dtype)
-        return F.binary_cross_entropy_with_logits(5 * ours @ theirs.t(), alike) + super().loss(outputs, batch)
-
-
-class MemoryBank(Odd):
-    strategies = STEPS
-    net = net(more=lambda self: self.register_buffer("bank", torch.zeros(CLASSES)))
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        mean = self.trainer.strategy.reduce(outputs.detach().mean(0), reduce_op="mean")
-        loss = super().loss(outputs + self.model.bank, batch)
-        self.model.bank.lerp_(mean, 0.5)  # type: ignore[operator]
-        return loss
 
 
 class GradientPenalty(Odd):
@@ -355,17 +306,6 @@ class GradientPenalty(Odd):
         outputs = self(x)
         (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
         return {"loss": self.loss(outputs, batch) + 0.1 * slope.square().mean()}
-
-
-class InnerSlope(Odd):
-    strategies = STEPS
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        model: Any = self.model
-        head, hidden = dict(model.head.named_parameters()), model.body(model.stem(batch[0]))
-        before = F.cross_entropy(functional_call(model.head, head, hidden.detach()), batch[1])
-        slopes: Any = torch.autograd.grad(before, tuple(head.values()), create_graph=True)
-        return {"loss": self.loss(model.head(hidden), batch) + 0.01 * sum(slope.sum() for slope in slopes)}
 
 
 class TwoGroups(Odd):
@@ -637,7 +577,6 @@ MODULES: dict[str, type[Odd]] = {
         net=net(lambda s, x: Net.forward(s, x) + F.linear(s.body(s.stem(x)), s.stem.weight.t())[:, :CLASSES])
     ),
     "tied blocks": odd(change=lambda s, net: put(net.blocks[2].fc1, weight=net.blocks[0].fc1.weight)),
-    "tied neighbours": odd(change=lambda s, net: put(net.blocks[1].fc2, bias=net.blocks[0].fc2.bias)),
     "tied norms": odd(change=lambda s, net: [put(one.norm, weight=net.blocks[0].norm.weight) for one in net.blocks]),
     "one norm object": odd(change=lambda s, net: [put(one, norm=net.blocks[0].norm) for one in net.blocks]),
     "one batch norm object": odd(
@@ -647,9 +586,6 @@ MODULES: dict[str, type[Odd]] = {
         per_forward=True,
     ),
     "same block twice": odd(change=lambda s, net: net.blocks.__setitem__(1, net.blocks[0])),
-    "second name": odd(
-        block=block(lambda s, x: Block.forward(s, x) + 0.1 * s.alias.mean() * x, lambda s: put(s, alias=s.norm.weight))
-    ),
     "tied transposed": odd(
         block=block(lambda s, x: x + F.linear(F.gelu(s.fc1(s.norm(x))), s.fc1.weight.t(), s.fc2.bias)),
         change=each(lambda one: one.fc2.weight.requires_grad_(False)),
@@ -673,7 +609,6 @@ MODULES: dict[str, type[Odd]] = {
     "lazy buffer": odd(
         block=block(lambda s, x: lazily(s, x, lambda s, t: s.register_buffer("table", t, persistent=False)))
     ),
-    "lazy table": odd(block=block(lambda s, x: lazily(s, x, lambda s, t: put(s, table=t)))),
     "view of a buffer": gained(
         lambda s: s.first,
         lambda s: [s.register_buffer("all", torch.cat([TABLE, TABLE])), s.register_buffer("first", s.all[:WIDTH])],
@@ -690,33 +625,16 @@ MODULES: dict[str, type[Odd]] = {
         ),
     ),
     "frozen statistics": odd(block=block(more=lambda s: put(s, norm=nn.BatchNorm1d(WIDTH).eval()))),
-    "group norm": odd(block=block(more=lambda s: put(s, norm=nn.GroupNorm(2, WIDTH)))),
     # Parametrisations.
     "weight norm": odd(change=each(lambda one: parametrizations.weight_norm(one.fc1))),
-    "weight norm of the head": odd(change=lambda s, net: parametrizations.weight_norm(net.head)),
-    "old weight norm": odd(change=lambda s, net: torch.nn.utils.weight_norm(net.stem)),
     "spectral norm": odd(change=each(lambda one: parametrizations.spectral_norm(one.fc1)), per_forward=True),
     "orthogonal": odd(
         change=each(lambda one: put(one, norm=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH, bias=False))))
     ),
-    "symmetric": odd(
-        net=net(
-            lambda s, x: s.head(s.body(s.square(s.stem(x)))),
-            lambda s: [
-                put(s, square=nn.Linear(WIDTH, WIDTH)),
-                parametrize.register_parametrization(s.square, "weight", Symmetric()),
-            ],
-        )
-    ),
-    "low rank": odd(
-        block=block(lambda s, x: x + s.fc2(F.gelu(s.fc1(s.norm(x)))) + s.up(s.down(F.gelu(s.fc1(s.norm(x))))), low_rank)
-    ),
     "standardised weights": odd(
         block=block(lambda s, x: standardised(s, x, s.fc1.weight - s.fc1.weight.mean(1, keepdim=True)))
     ),
-    "weights over their norm": odd(block=block(lambda s, x: standardised(s, x, s.fc1.weight / s.fc1.weight.norm()))),
     "pruned": odd(change=each(lambda one: prune.l1_unstructured(one.fc1, "weight", 0.5))),
-    "fake quantised": odd(block=block(act=lambda s, h: F.gelu(h + ((h * 8).round() / 8 - h).detach()))),
     # Kinds of parameters.
     "scalar": gained(lambda s: s.scale, lambda s: put(s, scale=nn.Parameter(torch.tensor(1.1)))),
     "complex": gained(
@@ -727,13 +645,8 @@ MODULES: dict[str, type[Odd]] = {
     "integer": gained(
         lambda s: 1 + 0.1 * s.order, lambda s: put(s, order=nn.Parameter(torch.arange(WIDTH), requires_grad=False))
     ),
-    "boolean": gained(lambda s: s.mask + 0.5, lambda s: s.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)),
     "list of parameters": gained(
         lambda s: s.gains[0] + s.gains[1], lambda s: put(s, gains=nn.ParameterList([torch.ones(WIDTH), TABLE.clone()]))
-    ),
-    "dict of parameters": gained(
-        lambda s: s.gains["a"] + s.gains["b"],
-        lambda s: put(s, gains=nn.ParameterDict({"b": torch.ones(WIDTH), "a": torch.full((1,), 0.1)})),
     ),
     "strided": odd(
         block=block(more=lambda s: put(s.fc2, weight=nn.Parameter(s.fc2.weight.detach().t().contiguous().t())))
@@ -748,13 +661,6 @@ MODULES: dict[str, type[Odd]] = {
             lambda s: put(s, conv=nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)),
         )
     ),
-    "depthwise": odd(
-        block=block(
-            lambda s, x: Block.forward(s, x + s.conv(x.view(-1, 2, 4)).flatten(1)),
-            lambda s: put(s, conv=nn.Conv1d(2, 2, 3, padding=1, groups=2)),
-        )
-    ),
-    "frozen stem": odd(change=lambda s, net: net.stem.requires_grad_(False)),
     "frozen middle": odd(
         change=lambda s, net: [net.blocks[1].requires_grad_(False), net.blocks[2].fc1.weight.requires_grad_(False)]
     ),
@@ -766,11 +672,6 @@ MODULES: dict[str, type[Odd]] = {
     # What a forward does.
     "branch by step": odd(
         block=block(branched, lambda s: put(s, other=nn.Linear(WIDTH, WIDTH), calls=0)), per_forward=True
-    ),
-    "pair of outputs": odd(
-        net=net(lambda s, x: (Net.forward(s, x), torch.tanh(Net.forward(s, x)).mean(1))),
-        strategies=STEPS,
-        loss=lambda s, out, batch: F.cross_entropy(out[0], batch[1]) + 0.1 * out[1].mean(),
     ),
     "dataclass of outputs": odd(
         net=net(lambda s, x: (lambda out: Found(out, out.square().mean(1)))(Net.forward(s, x))),
@@ -813,20 +714,7 @@ MODULES: dict[str, type[Odd]] = {
         ],
         rules=("0.0.fc1", "0.0.fc2"),
     ),
-    "dict of modules": odd(
-        net=net(
-            lambda s, x: s.head(s.body(s.stem(x), "dbca")),
-            lambda s: put(s, blocks=nn.ModuleDict(dict(zip("dbca", s.blocks, strict=True)))),
-        )
-    ),
-    "keywords only": odd(
-        net=net(lambda s, *, values, scale=1.0: Net.forward(s, values * scale)),
-        inputs=lambda s, batch: ((), {"values": batch[0], "scale": 0.5}),
-    ),
-    "no residual": odd(block=block(lambda s, x: s.fc2(torch.relu(s.fc1(x))), lambda s: s.__delattr__("norm"))),
-    "in-place activation": odd(block=block(act=lambda s, hidden: hidden.relu_())),
     "writes to its input": odd(block=block(lambda s, x: Block.forward(s, x.mul_(0.9)))),
-    "own function": odd(block=block(act=lambda s, hidden: Cube.apply(hidden))),
     "gradient reversal": Domains,
     "checkpointed": odd(block=block(lambda s, x: checkpoint(Block.forward, s, x, use_reentrant=False))),
     "checkpointed by the net": odd(
@@ -835,26 +723,15 @@ MODULES: dict[str, type[Odd]] = {
     "functional call": odd(
         block=block(lambda s, x: x + functional_call(s.fc2, {"bias": 2 * s.fc2.bias}, F.gelu(s.fc1(s.norm(x)))))
     ),
-    "mapped": odd(block=block(lambda s, x: x + torch.vmap(s.norm)(Block.forward(s, x)))),
     "hypernetwork": gained(lambda s: 1 + 0.1 * s.maker(s.norm.bias[:2]), lambda s: put(s, maker=nn.Linear(2, WIDTH))),
-    "Fourier": odd(block=block(lambda s, x: Block.forward(s, torch.fft.ifft(torch.fft.fft(x) * 0.9).real))),
     "mixture by hand": odd(
         block=block(
             lambda s, x: s.gate(x).softmax(-1)[:, :1] * Block.forward(s, x) + s.gate(x)[:, 1:] * s.other(x),
             lambda s: put(s, gate=nn.Linear(WIDTH, 2), other=nn.Linear(WIDTH, WIDTH)),
         )
     ),
-    "cosine head": odd(
-        net=net(
-            lambda s, x: 5 * F.linear(F.normalize(s.body(s.stem(x))), F.normalize(s.head.weight)),
-            lambda s: s.head.bias.requires_grad_(False),
-        )
-    ),
     "attention": on_tokens(
         lambda s: put(s, mix=nn.MultiheadAttention(2, 2, batch_first=True)), lambda s, x: s.mix(x, x, x)[0]
-    ),
-    "encoder layer": on_tokens(
-        lambda s: put(s, mix=nn.TransformerEncoderLayer(2, 2, 4, dropout=0.0, batch_first=True)), lambda s, x: s.mix(x)
     ),
     "recurrent cells": on_tokens(
         lambda s: put(s, mix=nn.LSTM(2, 2, num_layers=2, batch_first=True)), lambda s, x: s.mix(x)[0]
@@ -862,21 +739,22 @@ MODULES: dict[str, type[Odd]] = {
     "state between steps": odd(
         net=net(carried, lambda s: put(s, cell=nn.GRUCell(WIDTH, WIDTH), state=None)), strategies=STEPS
     ),
+    "sparse gradients": odd(
+        net=net(
+            lambda s, x: s.head(s.body(s.stem(x) + s.table((x[:, 0].abs() * 2).long().clamp(max=4)))),
+            lambda s: put(s, table=nn.Embedding(5, WIDTH, sparse=True)),
+        ),
+        configure_optimizers=lambda s: torch.optim.SGD(s.parameters(), lr=0.1),
+        strategies=("ddp", "zero1", "zero2", "zero3"),
+    ),
     "embedded": odd(
         net=net(
             embedded,
             lambda s: put(s, table=nn.Embedding(5, WIDTH, padding_idx=1), bag=nn.EmbeddingBag(5, WIDTH, mode="sum")),
         )
     ),
-    "bilinear": odd(
-        block=block(
-            lambda s, x: Block.forward(s, x) + 0.1 * s.slope(s.pair(x, x)),
-            lambda s: put(s, pair=nn.Bilinear(WIDTH, WIDTH, WIDTH), slope=nn.PReLU()),
-        )
-    ),
     # Hooks.
     "hook on weights": hooked(lambda name, p: p.register_hook(lambda grad: 0.5 * grad)),
-    "hook on weights of blocks": hooked(lambda name, p: p.register_hook(lambda grad: 3 * grad), "fc"),
     # Ranks of other samples clip their own gradients, as under torch's DDP.
     "hook that clips by norm": hooked(
         lambda name, p: p.register_hook(clipped), "fc", strategies=("tp", *PIPELINES), per_forward=True
@@ -884,11 +762,7 @@ MODULES: dict[str, type[Odd]] = {
     "hook after accumulation": hooked(
         lambda name, p: p.register_post_accumulate_grad_hook(halve), "blocks", strategies=STEPS
     ),
-    "hook of a module's backward": odd(
-        change=each(lambda one: one.register_full_backward_hook(lambda m, inward, outward: (0.5 * inward[0],)))
-    ),
     "hook before forward": odd(change=each(lambda one: one.fc1.register_forward_pre_hook(lambda m, a: (2 * a[0],)))),
-    "hook after forward": odd(change=each(lambda one: one.fc2.register_forward_hook(lambda m, a, out: 0.5 * out))),
     "hook on activations": odd(block=block(act=slope_hooked)),
     # Losses.
     "L2": penalised(lambda s: sum(p.square().sum() for p in s.parameters()), (*STEPS, *PIPELINES)),
@@ -896,11 +770,7 @@ MODULES: dict[str, type[Odd]] = {
     "orthogonal weights": penalised(
         lambda s: (s.model.blocks[0].fc2.weight @ s.model.blocks[0].fc2.weight.t() - torch.eye(WIDTH)).square().sum()
     ),
-    "label smoothing": odd(loss=lambda s, out, batch: F.cross_entropy(out, batch[1], label_smoothing=0.1)),
-    "contrastive": Contrastive,
-    "memory bank": MemoryBank,
     "gradient penalty": GradientPenalty,
-    "inner slope": InnerSlope,
     "evaluated block": odd(net=net(lambda s, x: [s.blocks[0].eval(), Net.forward(s, x)][1])),
     # Optimization.
     "two groups": TwoGroups,
@@ -932,7 +802,6 @@ MODULES: dict[str, type[Odd]] = {
     "assigned before the first step": odd(on_train_start=assigns),
     "decays before the step": odd(on_before_optimizer_step=decays),
     "momentum encoder": MomentumEncoder,
-    "prototypes": odd(net=net(normalised)),
     "prototypes of data": odd(
         net=net(
             lambda s, x: [
