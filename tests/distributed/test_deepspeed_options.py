@@ -16,7 +16,8 @@ from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_tasks.imagenet.digits import DigitsData
-from support.deepspeed_nets import CUT_ALL, Model, Watch, ds, trainer
+from support.deepspeed_nets import CUT_ALL, Model, ds, trainer
+from support.runs import Watch
 
 STEPS = 3
 
@@ -30,7 +31,7 @@ class NoSchedule(Model):
 
 def _losses(world_size: int, strategy: Any, module: LightningModule, **options: Any) -> tuple[list[float], list[float]]:
     seed_everything(3, workers=True, verbose=False)
-    watch = Watch(None, 0)
+    watch = Watch()
     made = trainer(world_size, strategy, [watch], max_steps=STEPS, **options)
     made.fit(module, datamodule=DigitsData(image_size=16, batch_size=48))
     return watch.losses, [group["lr"] for group in made.optimizers[0].param_groups]

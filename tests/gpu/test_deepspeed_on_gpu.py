@@ -12,7 +12,8 @@ from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import check_same
-from support.deepspeed_nets import CUT_ALL, Model, Watch, ds
+from support.deepspeed_nets import CUT_ALL, Model, ds
+from support.runs import Watch
 
 BRIDGES: dict[str, Any] = {
     "0": ds(0),
@@ -26,7 +27,7 @@ BRIDGES: dict[str, Any] = {
 
 def _train(strategy: Any, save: Path, resume: Path | None, **options: Any) -> tuple[list[float], LightningModule]:
     seed_everything(7, workers=True, verbose=False)
-    watch, module = Watch(save if resume is None else None, 4), Model()
+    watch, module = Watch(save if resume is None else None, batch=4), Model()
     made = Trainer(
         accelerator="gpu",
         devices=1,
