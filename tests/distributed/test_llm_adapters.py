@@ -11,7 +11,6 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
-from support.deepspeed_nets import ds
 from support.token_batches import FAMILIES, Tokens
 
 STRATEGIES: dict[str, Any] = {
@@ -44,16 +43,8 @@ def cases(names: Any, **arguments: Any) -> list[Case]:
 
 
 def test_adapters_are_one_process() -> None:
-    found = cases(("pp",))
-    found += cases(("tp", "zero3"), dora=True)
-    found += cases(("tp", "fsdp"), **NF4, double_quantisation=True)
-    assert_parity(build, found, steps=3, rtol=1e-7)
-
-
-@pytest.mark.slow
-def test_each_kind_of_adapter_is_one_process_under_other_strategies() -> None:
-    found = cases(("tp",)) + cases(("fsdp",), dora=True) + cases(("tp", "pp", "zero3"), **NF4)
-    assert_parity(build, found, steps=4, rtol=1e-7)
+    found = cases(("pp",)) + cases(("zero3",), dora=True) + cases(("tp",), **NF4, double_quantisation=True)
+    assert_parity(build, found, steps=2, rtol=1e-7)
 
 
 @pytest.mark.slow
@@ -66,8 +57,3 @@ def test_adapters_of_every_family_are_one_process_under_every_strategy() -> None
     found += cases(STRATEGIES, family="gpt2", **NF4)
     found += cases(STRATEGIES, family="gpt_neox", base="int4", base_block=8, targets=["query_key_value"])
     assert_parity(build, found, steps=4, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_four_bit_weights_are_one_process_under_deepspeed() -> None:
-    assert_parity(build, [Case(ds(stage), NF4, {}, f"deepspeed {stage}") for stage in (1, 3)], steps=4)

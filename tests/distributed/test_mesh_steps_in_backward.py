@@ -68,7 +68,6 @@ def _compare(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[st
     ("world", "cells"),
     [
         (2, [("sp", {}), ("ep", EXPERTS | LAMB)]),
-        pytest.param(2, [("tp", {}), ("cp", {}), ("ep", EXPERTS), ("sp", LAMB)], marks=pytest.mark.slow),
         pytest.param(
             4,
             [
@@ -83,7 +82,7 @@ def _compare(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[st
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["two ranks", "two ranks, others", "four ranks"],
+    ids=["two ranks", "four ranks"],
 )
 def test_a_mesh_has_the_weights_of_the_ordinary_step(tmp_path: Path, world: int, cells: list[Any]) -> None:
     prepare_texts(tmp_path)

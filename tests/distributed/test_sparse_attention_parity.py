@@ -13,9 +13,7 @@ from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.compile.compile_blocks import CompileBlocks
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
@@ -53,33 +51,23 @@ def mesh(**options: Any) -> Case:
     return Case(partial(MeshStrategy, **{"dp_shard": 1, **more, **options}), name=str(options))
 
 
-MESHES = ({"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2})
+MESHES = ({"tp": 2, "sequence_parallel": True}, {"pp": 2})
 SHARED = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 
 
-def others() -> list[Case | str]:
-    return ["ddp", Case(FSDPStrategy, name="fsdp"), Case(partial(ZeroStrategy, 3), name="zero3")]
-
-
 def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
-    assert_parity(llm, [mesh(**axes) for axes in (MESHES[1], MESHES[2], *SHARED)], steps=2, rtol=1e-5)
+    assert_parity(llm, [mesh(**axes) for axes in (*MESHES, SHARED[0])], steps=2, rtol=1e-5)
 
 
 def test_a_prefix_is_seen_by_all_where_ranks_share_the_sequence() -> None:
     """Keys of the prefix come after queries, in the same chunk and in later ones; its targets have no loss."""
-    assert_parity(partial(llm, Prefix(13, block=3)), [mesh(**axes) for axes in SHARED], steps=2, rtol=1e-5)
+    assert_parity(partial(llm, Prefix(13, block=3)), [mesh(**SHARED[1])], steps=2, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:
     """Heads are divided under tp alone; where each rank has all of a layer, a pipeline stands for the others."""
-    assert_parity(vit, [mesh(**axes) for axes in (MESHES[0], MESHES[2])], steps=2, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_every_strategy_is_one_process() -> None:
-    assert_parity(llm, [*others(), mesh(**MESHES[0])], steps=3, rtol=1e-5)
-    assert_parity(vit, [*others(), mesh(**MESHES[1])], steps=2, rtol=1e-5)
+    assert_parity(vit, [mesh(tp=2), mesh(pp=2)], steps=2, rtol=1e-5)
 
 
 @pytest.mark.slow
