@@ -14,6 +14,9 @@ from torch import nn
 from dlo_framework import DloError, ParallelPlan, Task
 from dlo_framework.data import ResumableDataModule
 
+#: Seconds after which a loader's worker looks whether its rank is still there; torch has 5.
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5
+
 
 def own_rank() -> int:
     return next((int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), 0)

@@ -4,11 +4,12 @@ import time
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.trainers import quiet_trainer
 
 
 class Fails(LightningModule):
@@ -27,10 +28,7 @@ class Fails(LightningModule):
 
 
 def _goes_on(rank: int, world_size: int) -> list[str]:
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=ZeroStrategy(1), max_steps=1, num_sanity_val_steps=0, **off
-    )
+    trainer = quiet_trainer(devices=2, strategy=ZeroStrategy(1), max_steps=1, num_sanity_val_steps=0)
     module, data = Fails(), DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=2)
     found = []
     for _ in range(3):

@@ -88,7 +88,7 @@ def _late(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match="Timed out waiting 2000ms"):
             communicator.reduce_scatter(torch.zeros(world_size)).wait()
     else:
-        time.sleep(5)
+        time.sleep(3)
 
 
 def _named(rank: int, world_size: int) -> list[str]:

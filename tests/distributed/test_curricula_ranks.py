@@ -39,47 +39,23 @@ TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "SequenceLength, truncate": (lambda: [SequenceLength(8, "80%", method="truncate")], {}),
 }
 #: What runs each time: each callback under one strategy; the slow tests have all.
-SOME = {"images": ["all", "Freeze"], "texts": ["LayerDrop", "Freeze", "SequenceLength", "SequenceLength, truncate"]}
+SOME = {"images": ["all"], "texts": ["LayerDrop", "Freeze", "SequenceLength"]}
 #: Cells that a strategy refuses: `dlo fit` says so before processes start.
 REFUSED: dict[tuple[str, str], str] = {
-    ("LayerDrop", "deepspeed_3"): "DeepSpeed's stage 3",
     ("TokenDrop", "cp"): "TokenDrop does not support cp 2",
     ("TokenDrop", "sp"): "TokenDrop does not support sequence_parallel: true",
     ("all", "sp"): "TokenDrop does not support sequence_parallel: true",
-    **{
-        (name, f"deepspeed_{stage}"): "as one flat tensor"
-        for name in ("Freeze", "Freeze, unfreeze", "all")
-        for stage in (1, 2, 3)
-    },
 }
 
 
-def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str) -> dict[str, str]:
-    found = {}
-    for name, (callbacks, options) in (IMAGES if kind == "images" else TEXTS).items():
-        if (name, strategy) in REFUSED:
-            made = images() if kind == "images" else texts(folder)
-            found[name] = refusal(
-                lambda made=made, callbacks=callbacks, options=options: fit(
-                    folder, made, strategy, world_size, callbacks(), check=False, **options | {"precision": "32-true"}
-                )
-            )
-    return found
+def _refused(rank: int, world_size: int, folder: Path) -> str:
+    return refusal(lambda: fit(folder, texts(folder), "sp", world_size, [TokenDrop(0.3)], check=False))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("sp", "texts"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("deepspeed_3", "images"), ("cp", "texts"))),
-    ],
-)
-def test_what_a_strategy_cannot_do_is_refused(folder, strategy, kind):
-    for found in run_distributed(_refused, 2, folder, strategy, kind, timeout=200):
-        assert found
-        for name, message in found.items():
-            assert REFUSED[name, strategy] in message, name
+def test_what_a_strategy_cannot_do_is_refused(folder):
+    for message in run_distributed(_refused, 2, folder, timeout=200):
+        assert REFUSED["TokenDrop", "sp"] in message
 
 
 def _runs(
@@ -129,9 +105,7 @@ def compare(folder: Path, alone: dict[str, Any], strategy: str, kind: str, names
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("strategy", "kind"), [("pp", "images"), ("zero3", "texts"), pytest.param("cp", "texts", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "kind"), [("pp", "images"), ("zero3", "texts")])
 def test_two_ranks_are_one_process(folder, alone, strategy, kind):
     compare(folder, alone, strategy, kind, SOME[kind])
 
@@ -139,7 +113,7 @@ def test_two_ranks_are_one_process(folder, alone, strategy, kind):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["images", "texts"])
-@pytest.mark.parametrize("strategy", ["zero3", "zero3_offload", "fsdp", "tp", "sp", "pp", "zero bubble", "Varuna"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero3_offload", "fsdp", "tp", "sp", "cp", "pp", "zero bubble"])
 def test_every_strategy(folder, alone, strategy, kind):
     """The other strategies have each callback in tests/composition."""
     compare(folder, alone, strategy, kind, [*(IMAGES if kind == "images" else TEXTS)])

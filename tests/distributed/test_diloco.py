@@ -21,6 +21,7 @@ from dlo_plugins.compression.diloco import DiLoCo, OuterOptimizer
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.prune.callback import Prune
 from support.curricula_runs import apart, fit, images, refusal, same, saved_state, seeded
+from support.runs import Watch
 
 PERIOD, LR, MOMENTUM = 3, 0.7, 0.9
 
@@ -91,20 +92,7 @@ def simulate(model: nn.Module, ranks: list[list[Any]], accumulate: int) -> list[
     return history
 
 
-class Stop(Callback):
-    """Saves and stops in the middle of a period."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
 def _rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    strategy = "auto" if world == 1 else "ddp"
     found: dict[str, Any] = {}
     homes = [folder / name for name in ("whole", "part", "rest")]
     for home in homes:
@@ -116,34 +104,30 @@ def _rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
     seeded()
     batches = Batches()
-    found["losses"], trainer = fit(homes[0], images(weight_decay=0.05), strategy, world, [make(), batches], **options)
+    found["losses"], trainer = fit(homes[0], images(weight_decay=0.05), "ddp", world, [make(), batches], **options)
     found["last"] = {n: p.detach().clone() for n, p in trainer.lightning_module.model.named_parameters()}
-    everyone: list[Any] = [batches.batches]
-    if world > 1:
-        everyone = [None] * world
-        dist.all_gather_object(everyone, batches.batches)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, batches.batches)
     history = simulate(batches.model, everyone, 2)
     found["expected"] = history[-1]
     # After epoch 1 (four steps) the shared weights are those of the outer step after three.
     found["validated"] = list(batches.validated[-2:])
     found["shared"] = [step["head.weight"] for step in (history[3], history[6])]
     seeded()
-    stop = Stop(folder / "part.ckpt", 5)
-    found["part"], _ = fit(homes[1], images(weight_decay=0.05), strategy, world, [make(), stop], **options)
+    stop = Watch(folder / "part.ckpt", 5, stops=True)
+    found["part"], _ = fit(homes[1], images(weight_decay=0.05), "ddp", world, [make(), stop], **options)
     seeded(9)
     found["rest"], _ = fit(
-        homes[2], images(weight_decay=0.05), strategy, world, [make()], ckpt_path=folder / "part.ckpt", **options
+        homes[2], images(weight_decay=0.05), "ddp", world, [make()], ckpt_path=folder / "part.ckpt", **options
     )
     found["step 5"] = history[4]
-    if world > 1:
-        leave_group()
+    leave_group()
     return found
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_it_is_replicas_by_hand(tmp_path, world):
-    ranks = run_distributed(_rank, world, tmp_path, timeout=300, **({"backend": None} if world == 1 else {}))
+def test_it_is_replicas_by_hand(tmp_path):
+    ranks = run_distributed(_rank, 2, tmp_path, timeout=300)
     for found in ranks:
         for name, value in found["expected"].items():
             torch.testing.assert_close(found["last"][name], value, rtol=1e-4, atol=1e-5)
@@ -154,10 +138,9 @@ def test_it_is_replicas_by_hand(tmp_path, world):
     part = load(tmp_path / "part.ckpt")
     for name, value in ranks[0]["step 5"].items():
         torch.testing.assert_close(part["state_dict"][f"model.{name}"], value, rtol=1e-4, atol=1e-5)
-    if world > 1:
-        local = part["diloco"]["local"]["weight.model.head.weight"]
-        assert local.shape[0] == 2
-        assert not torch.equal(local[0], local[1])  # The ranks trained by themselves.
+    local = part["diloco"]["local"]["weight.model.head.weight"]
+    assert local.shape[0] == 2
+    assert not torch.equal(local[0], local[1])  # The ranks trained by themselves.
 
 
 def _other_ranks(rank: int, world: int, folder: Path) -> None:
@@ -168,7 +151,7 @@ def _other_ranks(rank: int, world: int, folder: Path) -> None:
 
 def _two(rank: int, world: int, folder: Path) -> list[str]:
     seeded()
-    fit(folder, images(), "ddp", 2, [DiLoCo(PERIOD), Stop(folder / "two.ckpt", 4)], batches=4)
+    fit(folder, images(), "ddp", 2, [DiLoCo(PERIOD), Watch(folder / "two.ckpt", 4, stops=True)], batches=4)
     found = [
         refusal(lambda strategy=strategy: fit(folder, images(), strategy, 2, [DiLoCo()], check=False))
         for strategy in ("zero1", "fsdp", "tp")

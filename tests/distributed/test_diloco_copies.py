@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from dlo_framework.checkpoint import load
@@ -16,6 +15,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.compression.diloco import DiLoCo
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping
 from support.curricula_runs import apart, fit, prepare_texts, refusal, same, saved_state, seeded, texts
+from support.runs import Watch
 
 PERIOD, STOP = 3, 5
 OPTIONS: dict[str, Any] = {
@@ -27,18 +27,6 @@ OPTIONS: dict[str, Any] = {
     "log_every_n_steps": 1,
     "precision": "64-true",
 }
-
-
-class Stop(Callback):
-    """Saves and stops in the middle of a period."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == STOP:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
 
 
 def run(folder: Path, strategy: str, world: int, name: str, *more: Any, **options: Any) -> list[float]:
@@ -65,7 +53,7 @@ def _by_rank(rank: int, world: int, folder: Path, with_ep: bool) -> dict[str, An
     found = {
         name: run(folder, name.split()[0], world, name) for name in ("ddp", "copies", "ddp with ep")[: 2 + with_ep]
     }
-    run(folder, "copies", world, "stopped", Stop(folder / "of_ranks.ckpt"))
+    run(folder, "copies", world, "stopped", Watch(folder / "of_ranks.ckpt", STOP, stops=True))
     for name in ("zero1", "zero3", "fsdp", "tp", "deepspeed_1"):
         found[name] = refusal(lambda name=name: fit(folder, texts(folder), name, world, [DiLoCo()], check=False))
     found["late"] = refusal(lambda: fit(folder, texts(folder), "late copies", 4, [DiLoCo()]))
@@ -77,7 +65,7 @@ def _by_copy(rank: int, world: int, folder: Path, strategies: list[str]) -> dict
     for strategy in strategies:
         whole = run(folder, strategy, world, strategy)
         saved = folder / f"{strategy}.ckpt"
-        run(folder, strategy, world, f"{strategy} stopped", Stop(saved))
+        run(folder, strategy, world, f"{strategy} stopped", Watch(saved, STOP, stops=True))
         found[strategy] = whole, run(folder, strategy, world, f"{strategy} resumed", ckpt_path=saved)
     said = "weights and optimizer states of 2 ranks, and this run has 2 copies of"
     with pytest.warns(UserWarning, match=said) if rank == 0 else contextlib.nullcontext():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.run.resume import ExactResume
@@ -15,6 +15,7 @@ from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 TP = partial(MeshStrategy, tp=2, dp_shard=1)
 
@@ -45,9 +46,8 @@ def test_networks_are_one_process(ranks: int, strategy: Any) -> None:
 def fit(world_size: int, strategy: Any, steps: int, save: Path, resume: Path | None) -> dict[str, torch.Tensor]:
     """Returns the full tensors after training."""
     seed_everything(7, workers=True, verbose=False)
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0, **off}
-    run = Trainer(accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[ExactResume()], **options)
+    options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0}
+    run = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[ExactResume()], **options)
     use_canonical_checkpoints(run)
     task, data = build()
     run.fit(task, datamodule=data, ckpt_path=resume)

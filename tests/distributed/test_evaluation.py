@@ -68,11 +68,10 @@ def on_meshes(kinds: dict[str, list[str]]) -> list[Case]:
 
 
 def test_on_two_ranks_it_is_that_of_one() -> None:
-    """Each kind of batch and each strategy, with some of the sizes."""
+    """Each kind of batch and each strategy, with one of the sizes."""
     pairs = [("ddp", kind) for kind in KINDS] + [("zero3", "columns")]
     pairs += [(name, kind) for name in STRATEGIES for kind in ("classes", "plain")]
-    sizes = SIZES[2]
-    check(2, [(*pair, *sizes[(i + k) % 4]) for i, pair in enumerate(dict.fromkeys(pairs)) for k in (0, 1)])
+    check(2, [(*pair, *SIZES[2][i % 4]) for i, pair in enumerate(dict.fromkeys(pairs))])
 
 
 @pytest.mark.slow
@@ -107,8 +106,7 @@ def check_plain(world: int, cases: list[Case], data: str) -> None:
 
 @pytest.mark.parametrize("data", PLAIN_DATA)
 def test_torchs_loaders_repeat_no_sample_on_two_ranks(data: str) -> None:
-    kinds = ("mse", "classes", "plain")
-    pairs = [(name, kind) for name in ("ddp", "zero3", "fsdp") for kind in kinds]
+    pairs = [("ddp", "classes"), ("zero3", "mse"), ("zero3", "plain"), ("fsdp", "classes")]
     if data != "Lightning's sampler":
         pairs = [("zero3", "mse")] if data == "workers" else [("ddp", "mse"), ("zero3", "classes")]
     check_plain(2, [(*pair, *PLAIN_SIZES[(i + k) % 4]) for i, pair in enumerate(pairs) for k in (0, 1)], data)
@@ -178,7 +176,7 @@ def _predicted(rank: int, world: int, cases: list[Case], folder: Path, data: Any
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) -> None:
-    pairs = [(name, kind) for name in STRATEGIES for kind in ("mse", "columns")] + [("ddp", "plain")]
+    pairs = [(name, "mse") for name in STRATEGIES if name != "zero1"] + [("ddp", "plain"), ("zero3", "columns")]
     cases = [(*pair, *SIZES[2][i % 4]) for i, pair in enumerate(pairs)]
     if world == 4:
         cases = on_meshes({"pp": ["mse"]})
@@ -218,7 +216,7 @@ def test_a_prediction_writer_gets_each_index_of_torchs_loader_once(data: str) ->
 
 def test_ranks_with_fewer_batches_of_torchs_loader_predict_with_the_others(tmp_path: Path) -> None:
     """Under zero3 a rank without a last batch would leave the others waiting in their forward."""
-    cases = [(name, "mse", *sizes) for name in ("ddp", "zero3", "fsdp") for sizes in PLAIN_SIZES[:3]]
+    cases = [(name, "mse", *sizes) for name in ("zero3", "fsdp") for sizes in PLAIN_SIZES[1:3]]
     counts = run_distributed(_predicted, 2, cases, tmp_path, PlainSamples)
     for number, (_, kind, samples, batch_size) in enumerate(cases):
         one = trainer(1, "auto").predict(KINDS[kind].module(), PlainSamples(KINDS[kind], samples, batch_size))

@@ -105,7 +105,6 @@ def finish(process: subprocess.Popen, within: float) -> End:
     err = "\n".join(line for line in err.splitlines() if line and not line.startswith("[Gloo]"))
     found = re.findall(r"^PID (\d+)", "".join(lines) + out, flags=re.MULTILINE)
     assert len(found) >= 2
-    # A loader's worker looks every five seconds whether its rank is still there.
     until = time.monotonic() + 10
     while any(alive(int(pid)) for pid in found):
         assert time.monotonic() < until, f"left behind: {[pid for pid in found if alive(int(pid))]}"
@@ -322,7 +321,7 @@ def interrupted(dlo, path: str, signals: list[int], within: float, *words: str) 
     while not (line := process.stdout.readline()).startswith("FAULT"):
         assert line, process.communicate()
     for signum in signals:
-        time.sleep(1.0)
+        time.sleep(0.5)
         process.send_signal(signum)
     before = time.monotonic()
     try:

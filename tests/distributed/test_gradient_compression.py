@@ -80,9 +80,9 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def _halved(rank: int, world_size: int) -> dict[str, Any]:
+def _halved(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("plain", *STRATEGIES):
+    for name in ("plain", *names):
         strategy, method = ("ddp", None) if name == "plain" else (STRATEGIES[name](), "bf16")
         seed_everything(3, workers=True, verbose=False)
         module, callback = Net("adamw"), GradientCompression("bf16")
@@ -93,15 +93,16 @@ def _halved(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_other_strategies_round_what_they_send_as_ddp_does() -> None:
+@pytest.mark.parametrize("names", [["ddp", "zero3", "fsdp"], pytest.param([*STRATEGIES], marks=pytest.mark.slow)])
+def test_other_strategies_round_what_they_send_as_ddp_does(names: list[str]) -> None:
     """The mean of two ranks in bf16 is the same whoever computes it, and its rounding moves the weights."""
-    found, *_ = run_distributed(_halved, 2)
+    found, *_ = run_distributed(_halved, 2, names)
 
     def apart(one: str, other: str) -> float:
         return max(float((value - found[other][name]).abs().max()) for name, value in found[one].items())
 
     assert apart("plain", "ddp") > 1e-4
-    for name in STRATEGIES:
+    for name in names:
         assert apart(name, "ddp") < 1e-6, name
 
 
@@ -110,10 +111,10 @@ def test_other_strategies_round_what_they_send_as_ddp_does() -> None:
 
 #: Methods, with optimizers and settings. The first ones are tried each time; the others are slow.
 METHODS: list[tuple[str, str, dict[str, Any]]] = [
-    ("bf16", "adamw", {}),
     ("powersgd", "adamw", {"start_step": 10, "matrix_rank": 2}),
     ("post_local_sgd", "adamw", {"start_step": 10, "period": 4}),
     ("one_bit", "later_adam", {}),
+    ("bf16", "adamw", {}),
     ("fp16", "adamw", {}),
     ("post_local_sgd", "adamw", {"start_step": 10, "period": 4, "node_size": 2}),
     ("one_bit", "refreshed", {}),
@@ -137,7 +138,7 @@ def _methods(rank: int, world_size: int, methods: list[tuple[str, str, dict[str,
 
 
 @pytest.mark.parametrize(
-    "methods", [METHODS[:4], pytest.param(METHODS[4:], marks=pytest.mark.slow)], ids=["some", "others"]
+    "methods", [METHODS[:3], pytest.param(METHODS[3:], marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_every_method_trains_sends_less_and_leaves_all_ranks_with_the_same_weights(methods: list[Any]) -> None:
     (found, *others) = run_distributed(_methods, 2, methods)
@@ -163,12 +164,12 @@ def test_every_method_trains_sends_less_and_leaves_all_ranks_with_the_same_weigh
 
 
 #: What else a run has, beside the second stage, each time; the slow test has all.
-BESIDE = ("accumulation", "by value", "skipped")
+BESIDE = ("accumulation", "skipped")
 
 
 def _stages(rank: int, world_size: int, every: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for one_bit, reference in (("never_frozen", "adamw"), ("never_frozen_lamb", "lamb")):
+    for one_bit, reference in (("never_frozen", "adamw"), ("never_frozen_lamb", "lamb"))[: 2 if every else 1]:
         ours, _ = train(one_bit, "one_bit", accumulate_grad_batches=2)
         plain, _ = train(reference, None, accumulate_grad_batches=2)
         found[reference] = max(float((a - b).abs().max()) for a, b in zip(weights(ours), weights(plain), strict=True))
@@ -202,7 +203,7 @@ def _stages(rank: int, world_size: int, every: bool) -> dict[str, Any]:
 def test_the_first_stage_is_plain_training_and_the_second_goes_with_what_else_a_run_has(every: bool) -> None:
     for found in run_distributed(_stages, 2, every):
         assert found.pop("adamw") == 0.0
-        assert found.pop("lamb") < 1e-5
+        assert found.pop("lamb", 0.0) < 1e-5
         assert found.pop("clipped") < 1e-5  # The norm is summed in another order.
         assert found.pop("share") < 1 / 20
         for name, (right, first, last) in found.items():

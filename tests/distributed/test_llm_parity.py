@@ -48,7 +48,7 @@ def test_each_family_and_each_strategy_trains_as_one_process() -> None:
     found = [case for family, name in SOME.items() for case in cases([name], family=family)]
     assert set(SOME) == set(FAMILIES)
     assert set(SOME.values()) == set(STRATEGIES)
-    assert_parity(build, [*found, *cases(["fsdp"], family="gpt2")], steps=3, rtol=1e-5)
+    assert_parity(build, found, steps=2, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,13 +10,8 @@ import pytest
 from dlo_framework.testing import run_distributed
 from support.optimizer_runs import STRATEGIES, compare
 
-#: One of each library, and each strategy; the slow test has all.
-SOME = {
-    "adamw8bit": ("zero3", "tp"),
-    "bnbadamw8bit": ("zero1",),
-    "normuon": ("fsdp", "tp"),
-    "adamw_schedulefree": ("ddp", "zero3"),
-}
+#: One of each library, each under another strategy; the slow test has all.
+SOME = {"adamw8bit": ("tp",), "bnbadamw8bit": ("zero1",), "normuon": ("fsdp",), "adamw_schedulefree": ("zero3",)}
 ALL = dict.fromkeys(sorted(metadata.entry_points(group="dlo_framework.optimizers").names), tuple(STRATEGIES))
 
 

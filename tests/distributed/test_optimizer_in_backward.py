@@ -14,7 +14,7 @@ from torch import nn
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.copy_streams import CopyHandle
-from dlo_framework.distributed.strategy import BackwardBuckets, DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
@@ -29,15 +29,13 @@ from dlo_plugins.parallel.zero.flat_group import FlatGroup
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.schedules.one_cycle import OneCycle
 from support.fsdp_nets import Module, differ, mine, trainer
+from support.runs import Watch
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DataParallelStrategy,
     "zero2": partial(ZeroStrategy, 2, bucket_mb=1e-4),
     "zero3": partial(ZeroStrategy, 3),
     "fsdp": FSDPStrategy,
-}
-#: Others, which are compared once.
-MORE: dict[str, Any] = {
     "zero1": partial(ZeroStrategy, 1),
     "zero2 offload": partial(ZeroStrategy, 2, offload="optimizer"),
     "zero3 offload": partial(ZeroStrategy, 3, offload="both"),
@@ -103,15 +101,6 @@ class GroupCounts(Scaled):
         return Lamb([{"params": matrices}, {"params": biases}], lr=0.05, max_grad_norm=None)
 
 
-class SaveAfter(Callback):
-    def __init__(self, steps: int, path: Path) -> None:
-        self.steps, self.path = steps, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.steps:
-            trainer.save_checkpoint(self.path)
-
-
 def train(
     strategy: Any,
     world: int,
@@ -128,26 +117,24 @@ def train(
     return gather_full_weights(made), built
 
 
-#: Modules and limits of gradients: the first two each time, the others are slow. `MORE` have the first of them.
-RUNS: list[tuple[type[Module], float | None]] = [
-    (Scaled, 0.01),
-    (GroupCounts, None),
-    (GroupCounts, 0.01),
-    (Momentum, 0.01),
-    (FullTensors, None),
-    (FullTensors, 0.01),
-]
+#: By module and limit of gradients, the strategies of the ordinary test; the slow one has all.
+SOME: dict[tuple[type[Module], float | None], Any] = {
+    (Scaled, 0.01): ("ddp", "zero2", "fsdp", "zero3 offload"),
+    (GroupCounts, None): ("zero3", "fsdp offload"),
+}
+ALL = {(module, clip): STRATEGIES for module in (Scaled, GroupCounts, Momentum, FullTensors) for clip in (None, 0.01)}
 
 
-def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module], float | None]]) -> dict[str, Any]:
+def _compare(rank: int, world: int, folder: Path, runs: dict[tuple[type[Module], float | None], Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, make in (STRATEGIES | MORE).items():
-        for module, clip in runs[: 1 if name in MORE else None]:
+    for (module, clip), strategies in runs.items():
+        for name in strategies:
+            make = STRATEGIES[name]
             options = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"}
             plain, _ = train(make(), world, rank, module=module, **options)
             stepping = OptimizerInBackward()
             path = folder / f"{name}-{module.__name__}-{clip}"
-            fused, _ = train(make(), world, rank, stepping, SaveAfter(3, path), module=module, **options)
+            fused, _ = train(make(), world, rank, stepping, Watch(path, 3), module=module, **options)
             again, _ = train(make(), world, rank, OptimizerInBackward(), module=module, resume=path, **options)
             if rank == 0:
                 found[path.name] = stepping.steps, differ(fused, plain), differ(again, plain)
@@ -175,14 +162,14 @@ def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module],
     return found
 
 
-@pytest.mark.parametrize("runs", [RUNS[:2], pytest.param(RUNS[2:], marks=pytest.mark.slow)], ids=["some", "others"])
-def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path, runs: list[Any]) -> None:
+@pytest.mark.parametrize("runs", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path, runs: Any) -> None:
     found = run_distributed(_compare, 2, tmp_path, runs, timeout=400)
     values = dict(found[0])
     for name in ("zero3 unused", "fsdp unused", "ddp unused"):
         assert "parameters may have no gradient on some ranks" in values.pop(name), name
     assert "modified by an inplace operation" in values.pop("a late reader")
-    assert len(values) == len(STRATEGIES) * len(runs) + len(MORE) + 1
+    assert len(values) == sum(map(len, runs.values())) + 1
     for name, (steps, difference, resumed) in values.items():
         assert steps >= 8, name
         assert (difference, resumed) == (0.0, 0.0), name
@@ -214,28 +201,6 @@ def test_one_process_has_the_weights_of_the_ordinary_step_and_one_gradient_at_a_
     assert stepping.steps == 8 * len(list(built.parameters()))
     assert plain_peak.peak == plain_peak.total
     assert peak.peak == max(p.nbytes for p in built.parameters())
-
-
-def test_buckets_exist_one_at_a_time() -> None:
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    seen: list[int] = []
-
-    def ready(bucket: list[Any]) -> None:
-        seen.append(sum(p.grad.nbytes for p in net.parameters() if p.grad is not None))
-        for parameter in bucket:
-            parameter.grad = None
-
-    one = sum(p.nbytes for p in net[0].parameters())
-    buckets = BackwardBuckets(net, ready, 1, bucket_bytes=2 * one)
-    assert len(buckets.buckets) == 3
-    buckets.begin()
-    net(torch.ones(2, 8)).sum().backward()
-    buckets.finish()
-    assert seen == [2 * one] * 3
-    buckets.begin()
-    net[:5](torch.ones(2, 8)).sum().backward()
-    with pytest.raises(DloError, match=r"5\.weight"):
-        buckets.finish()
 
 
 class Clipping(Module):

@@ -22,7 +22,6 @@ from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import WIDTH, data, differ, found_by, mine, of, trainer
 
 STRATEGIES = {
-    "zero1": lambda: ZeroStrategy(1),
     "zero2": lambda: ZeroStrategy(2),
     "zero3": lambda: ZeroStrategy(3),
     "fsdp": FSDPStrategy,

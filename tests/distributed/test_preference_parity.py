@@ -49,9 +49,9 @@ def cases(folder: Path, names: Any, trainer: dict[str, Any] | None = None, **arg
 
 
 def test_strategies_are_one_process(folder: Path) -> None:
-    found = cases(folder, ("zero3", "cp"), objective="dpo", source="adapters")
-    found += cases(folder, ("tp", "pp"), objective="dpo", source="model")
-    assert_parity(build, found, steps=3, rtol=1e-5)
+    found = cases(folder, ("cp",), objective="dpo", source="adapters")
+    found += cases(folder, ("zero3", "pp"), objective="dpo", source="model")
+    assert_parity(build, found, steps=2, rtol=1e-5)
 
 
 @pytest.mark.slow

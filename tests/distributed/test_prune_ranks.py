@@ -45,6 +45,8 @@ def _together(
 
 #: Unstructured, by another score, and in groups; the slow tests have all.
 SOME = ["magnitude", "movement", "2:4"]
+#: The average's test has the first.
+TOGETHER = SOME[1:]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +80,10 @@ def compare(alone: Path, folder: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("tp", marks=pytest.mark.slow)])
-def test_masks_on_two_ranks_are_those_of_one_process(tmp_path, alone, strategy):
-    found = run_distributed(_together, 2, tmp_path, strategy, SOME, "adamw", timeout=400)
-    assert found == [dict.fromkeys(SOME, 0)] * 2
-    for name in SOME:
+def test_masks_on_two_ranks_are_those_of_one_process(tmp_path, alone):
+    found = run_distributed(_together, 2, tmp_path, "zero3", TOGETHER, "adamw", timeout=400)
+    assert found == [dict.fromkeys(TOGETHER, 0)] * 2
+    for name in TOGETHER:
         compare(alone, tmp_path, name)
 
 
@@ -91,17 +92,8 @@ def test_masks_on_two_ranks_are_those_of_one_process(tmp_path, alone, strategy):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp",
-        "zero1",
-        "zero2",
-        "zero3",
-        "zero3_offload",
-        "fsdp",
-        "tp",
-        "pp",
-        "deepspeed_1",
-        "deepspeed_2",
-        "deepspeed_3",
+        *("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"),
+        *("tp", "pp", "deepspeed_1", "deepspeed_2", "deepspeed_3"),
     ],
 )
 def test_every_method_is_the_same_under_every_strategy(tmp_path, others_alone, strategy):
@@ -133,16 +125,13 @@ def test_an_optimizer_of_full_tensors_keeps_pruned_weights_at_zero(tmp_path, str
         assert all(not weights[weight][~mask].any() for weight, mask in masks.items())
 
 
-def _averaged(rank: int, world_size: int, folder: Path, strategy: str) -> None:
-    train(folder, strategy, world_size, SETTINGS["magnitude"], callbacks=(WeightEMA(0.8),))
+def _averaged(rank: int, world_size: int, folder: Path) -> None:
+    train(folder, "zero3", world_size, SETTINGS["magnitude"], callbacks=(WeightEMA(0.8),))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "strategy", ["zero3", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("pp", marks=pytest.mark.slow)]
-)
-def test_an_average_on_ranks_is_zero_where_weights_are_pruned(tmp_path, alone, strategy):
-    run_distributed(_averaged, 2, tmp_path, strategy, timeout=300)
+def test_an_average_on_ranks_is_zero_where_weights_are_pruned(tmp_path, alone):
+    run_distributed(_averaged, 2, tmp_path, timeout=300)
     masks = masks_of(tmp_path / "last.ckpt")
     assert differing(masks, masks_of(alone / "magnitude" / "last.ckpt")) == 0
     average, trained = weights_of(tmp_path / "last.ckpt"), weights_of(tmp_path / "last.ckpt", "current_model_state")
@@ -164,18 +153,14 @@ def _resumed(rank: int, world_size: int, folder: Path, strategy: str, name: str,
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("first", "second", "name"),
-    [("zero3", "tp", "movement"), pytest.param("tp", "fsdp", "2:4", marks=pytest.mark.slow)],
-)
-def test_one_strategy_resumes_the_masks_of_another(tmp_path, first, second, name):
+def test_one_strategy_resumes_the_masks_of_another(tmp_path):
     """A run of two epochs goes on for two more under another strategy, and in one process: with the same masks."""
     for folder in ("one", "two", "three"):
         (tmp_path / folder).mkdir()
-    run_distributed(_stopped, 2, tmp_path / "one", first, name, timeout=300)
+    run_distributed(_stopped, 2, tmp_path / "one", "zero3", "movement", timeout=300)
     path = tmp_path / "one" / "last.ckpt"
-    assert run_distributed(_resumed, 2, tmp_path / "two", second, name, path, timeout=300) == [0, 0]
-    run_distributed(_resumed, 1, tmp_path / "three", "auto", name, path, timeout=300, backend=None)
+    assert run_distributed(_resumed, 2, tmp_path / "two", "tp", "movement", path, timeout=300) == [0, 0]
+    run_distributed(_resumed, 1, tmp_path / "three", "auto", "movement", path, timeout=300, backend=None)
     two, three = tmp_path / "two" / "last.ckpt", tmp_path / "three" / "last.ckpt"
     assert differing(masks_of(two), masks_of(three)) == 0
     weights, others = weights_of(two), weights_of(three)
@@ -183,16 +168,15 @@ def test_one_strategy_resumes_the_masks_of_another(tmp_path, first, second, name
         torch.testing.assert_close(weights[weight], value, atol=1e-5, rtol=1e-4)
 
 
-def _start_masked(rank: int, world_size: int, folder: Path, strategy: str, masks: str) -> int:
-    _, watch, _ = train(folder, strategy, world_size, {"masks": masks}, epochs=1, limit=2)
+def _start_masked(rank: int, world_size: int, folder: Path, masks: str) -> int:
+    _, watch, _ = train(folder, "tp", world_size, {"masks": masks}, epochs=1, limit=2)
     return watch.wrong
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["tp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_a_run_on_ranks_starts_with_the_masks_of_a_checkpoint(tmp_path, alone, strategy):
+def test_a_run_on_ranks_starts_with_the_masks_of_a_checkpoint(tmp_path, alone):
     source = alone / "magnitude" / "last.ckpt"
-    assert run_distributed(_start_masked, 2, tmp_path, strategy, str(source), timeout=300) == [0, 0]
+    assert run_distributed(_start_masked, 2, tmp_path, str(source), timeout=300) == [0, 0]
     masks, weights = masks_of(tmp_path / "last.ckpt"), weights_of(tmp_path / "last.ckpt")
     assert differing(masks, masks_of(source)) == 0
     for name, mask in masks.items():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from dlo_framework import ParallelPlan, Task
@@ -21,9 +21,10 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.runs import Watch
 from support.trainers import quiet_trainer
 
-STEPS, FITS, WIDTH = 4, 3, 32
+STEPS, FITS, WIDTH = 4, 2, 32
 
 
 def _deepspeed() -> Any:
@@ -93,17 +94,6 @@ class Net(Task):
         return (NoisySGD if self.noisy else torch.optim.SGD)(self.parameters(), lr=1e-2)
 
 
-class Save(Callback):
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")))
-        if trainer.global_step == 2 and self.path is not None:
-            trainer.save_checkpoint(self.path)
-
-
 def fit(world_size: int, name: str, save: Path | None = None, resume: Path | None = None, steps: int = STEPS) -> Any:
     """Returns the net after a fit, and the trainer."""
     trainer = quiet_trainer(
@@ -112,7 +102,7 @@ def fit(world_size: int, name: str, save: Path | None = None, resume: Path | Non
         max_steps=steps,
         max_epochs=-1,
         limit_val_batches=0,
-        callbacks=[Save(save), ExactResume()],
+        callbacks=[Watch(save, 2), ExactResume()],
     )
     use_canonical_checkpoints(trainer)
     net = Net(noisy=name == "ddp")
@@ -134,8 +124,8 @@ def _fits(rank: int, world_size: int, names: list[str]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([name for name in STRATEGIES if name != "deepspeed"], id="most"),
-        pytest.param(["deepspeed"], id="deepspeed", marks=pytest.mark.slow),
+        pytest.param(["ddp", "zero3", "tp", "pp"], id="some"),
+        pytest.param(["zero1", "fsdp", "deepspeed"], id="others", marks=pytest.mark.slow),
     ],
 )
 def test_all_strategies_draw_the_weights_of_one_process_and_then_numbers_of_their_own(names: list[str]) -> None:
@@ -189,7 +179,7 @@ def test_ranks_without_a_seed_agree_on_weights_from_setup_on() -> None:
 
 
 def test_each_rank_goes_on_with_its_own_numbers(tmp_path: Path) -> None:
-    names = ["ddp", "zero3", "tp", "pp"]
+    names = ["ddp", "pp"]
     jobs: list[Any] = [(name, name, None) for name in names] + [(name, None, name) for name in names]
     jobs += [("ddp", "after", None), ("ddp", None, "ddp"), ("zero3", None, "pp")]
     one, two = run_distributed(_resumed, 2, tmp_path, jobs, backend=None)

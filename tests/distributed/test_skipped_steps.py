@@ -115,12 +115,9 @@ class Judge(Callback):
 #: Strategies, each with an optimizer that counts in its parameter groups, or keeps counts beside its moments.
 LEFT_OUT = {
     "ddp": ("adamw_schedulefree", DataParallelStrategy, "value"),
-    "zero1": ("lamb", lambda: ZeroStrategy(1), "value"),
     "zero2": ("adamw_schedulefree", lambda: ZeroStrategy(2), "norm"),
     "zero3": ("lamb", lambda: ZeroStrategy(3), "norm"),
-    "fsdp": ("adamw_schedulefree", STRATEGIES["fsdp"], "value"),
-    "fsdp, full tensors": ("lamb", STRATEGIES["fsdp"], "value"),
-    "tp": ("adamw_schedulefree", STRATEGIES["tp"], "value"),
+    "fsdp": ("lamb", STRATEGIES["fsdp"], "value"),
     "pp": ("adamw", lambda: MeshStrategy(pp=2, micro_batches=2), "value"),
 }
 
@@ -131,7 +128,7 @@ def _left_out(rank: int, world: int) -> dict[str, Any]:
         share = (0, 1) if strategy in ("tp", "pp") else (rank, world)
         batches = [tuple(part.chunk(share[1])[share[0]] for part in batch) for batch in data()]
         for case in ("finite", "spike", "scaler", "scaler, without"):
-            if "scaler" in case and strategy not in ("ddp", "zero3", "fsdp"):
+            if "scaler" in case and strategy not in ("zero3", "fsdp"):
                 continue
             own = batches[:SKIPPED] + batches[SKIPPED + 1 :] if "without" in case else batches
             judge = Judge(skips=case == "scaler")
@@ -158,7 +155,7 @@ def test_a_skipped_step_changes_nothing_under_any_strategy() -> None:
     ranks = run_distributed(_left_out, 2, timeout=300)
     raised = [value for found in ranks for value in found.values() if isinstance(value, str)]
     assert not raised, raised[0]
-    assert len(ranks[0]) == 2 * len(LEFT_OUT) + 2 * 3
+    assert len(ranks[0]) == 2 * len(LEFT_OUT) + 2 * 2
     for case, (weights, norms, parts, name) in ranks[0].items():
         others, finite = ranks[1][case][1], [*norms[:SKIPPED], *norms[SKIPPED + 1 :]]
         if case.endswith("finite"):  # The step's own norm is NaN until its gradients are dropped, and 0 then.

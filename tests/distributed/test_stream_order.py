@@ -239,7 +239,6 @@ def test_weights_are_the_same_where_messages_along_the_axes_of_a_mesh_arrive_lat
 SOME: list[tuple[str, type[Module]]] = [
     ("zero1", Penalised),
     ("zero2 optimizer", WithAdafactor),
-    ("zero3", Module),
     ("zero3 both", Penalised),
     ("fsdp offload", WithAdafactor),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -72,23 +71,6 @@ def test_a_rank_of_64_holds_what_the_paper_s_formula_says(rank_0_of_64: None, st
     assert 16 * psi / total > {1: 4, 2: 7, 3: 60}[stage]  # The paper's 4x, 8x and N in the limit.
 
 
-def test_one_rank_calls_collectives_for_real_where_it_is_told_to() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        for skips in (True, False):
-            communicator, buffer = Communicator(), torch.ones(4)
-            with (
-                mock.patch.object(Communicator, "skips_alone", skips),
-                mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduce,
-                mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather,
-            ):
-                communicator.reduce_scatter(buffer).wait()
-                communicator.all_gather(buffer).wait()
-            assert reduce.called is gather.called is not skips
-    finally:
-        dist.destroy_process_group()
-
-
 class OnDevice(ZeroStrategy):
     """ZeRO whose ranks' device is not the memory that it offloads to."""
 
@@ -118,10 +100,11 @@ class WithAdafactor(Module):
 
 
 CASES: dict[str, tuple[type[Module], int, str | None]] = {
-    **{f"stage {stage}": (WithNorm, stage, None) for stage in (1, 2, 3)},
-    **{f"stage {stage}, full tensors": (WithAdafactor, stage, None) for stage in (2, 3)},
+    "stage 1": (WithNorm, 1, None),
+    "stage 2, full tensors": (WithAdafactor, 2, None),
     "stage 2, offload": (WithNorm, 2, "optimizer"),
-    **{f"stage 3, offload {part}": (WithNorm, 3, part) for part in ("optimizer", "parameters", "both")},
+    "stage 3": (WithNorm, 3, None),
+    "stage 3, offload both": (WithNorm, 3, "both"),
 }
 
 

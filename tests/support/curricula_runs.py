@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from dlo_framework.checkpoint import load
@@ -26,7 +26,9 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.text_data import TextData
+from support.runs import Watch
 from support.texts import lines, sentences
+from support.trainers import quiet_trainer
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
 LLAMA = {
@@ -69,16 +71,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
     "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
 }
-
-
-class Losses(Callback):
-    """Losses of the micro-batches."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        self.values.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
 
 
 def images(kind: type[ImageClassifier] = ImageClassifier, **options: Any) -> tuple[Any, Any]:
@@ -127,9 +119,8 @@ def fit(
     """Trains, saves `last.ckpt` in the folder, and returns the losses, means over the ranks, and the trainer."""
     register_data_parallel()
     module, data = made
-    losses = Losses()
+    watch = Watch()
     given = {
-        "accelerator": "cpu",
         "devices": world_size,
         "strategy": STRATEGIES[strategy](),
         "max_epochs": epochs,
@@ -137,15 +128,11 @@ def fit(
         "limit_train_batches": batches,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
         "default_root_dir": folder,
         **options,
     }
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(callbacks=[*callbacks, losses, ExactResume()], **given)
+        trainer = quiet_trainer(callbacks=[*callbacks, watch, ExactResume()], **given)
         use_canonical_checkpoints(trainer)
         module.check(data)
         if hasattr(trainer.strategy, "check_model"):
@@ -155,7 +142,7 @@ def fit(
                 callback.check_run(trainer, module, data)
         trainer.fit(module, datamodule=data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
         trainer.save_checkpoint(folder / "last.ckpt")
-    return losses.values, trainer
+    return watch.losses, trainer
 
 
 def seeded(seed: int = 3) -> None:
@@ -198,18 +185,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-class _Stop(Callback):
-    """Saves a checkpoint after the fifth batch and ends the run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if args[-1] == 4:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
 def check_resume(
     folder: Path, make: Callable[[], Callback], data: Callable[[], tuple[Any, Any]], **options: Any
 ) -> list[float]:
@@ -227,7 +202,7 @@ def check_resume(
     seeded()
     whole, _ = fit(folder / "whole", data(), "auto", 1, [make()], **options)
     seeded()
-    fit(folder / "part", data(), "auto", 1, [make(), _Stop(checkpoint)], **options)
+    fit(folder / "part", data(), "auto", 1, [make(), Watch(checkpoint, batch=5, stops=True)], **options)
     seeded(9)
     rest, _ = fit(folder / "rest", data(), "auto", 1, [make()], ckpt_path=checkpoint, **options)
     assert rest == whole[5:]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
@@ -19,6 +19,7 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.fsdp_nets import Batches, differ, trainer
+from support.runs import Watch
 
 STEPS, BATCH = 4, 8
 #: Of the model's tensors, the MLPs' weights have 4096 elements, so that a quantised state is.
@@ -88,15 +89,6 @@ def plain_loop(name: str, parts: int, skipped: int | None = None) -> dict[str, T
     return found
 
 
-class SaveAfter(Callback):
-    def __init__(self, steps: int, path: Path) -> None:
-        self.steps, self.path = steps, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.steps:
-            trainer.save_checkpoint(self.path)
-
-
 def train(
     name: str,
     strategy: str,
@@ -127,11 +119,11 @@ def compare(rank: int, world: int, folder: Path, cases: dict[str, tuple[str, ...
     """
     found: dict[str, Any] = {}
     for name, strategies in cases.items():
-        references = {parts: plain_loop(name, parts) for parts in (1, 2)}
+        references = {parts: plain_loop(name, parts) for parts in {1 if one == "tp" else 2 for one in strategies}}
         for strategy in strategies:
             path = folder / f"{name}-{strategy}.ckpt"
             try:
-                full = train(name, strategy, rank, world, SaveAfter(2, path))
+                full = train(name, strategy, rank, world, Watch(path, 2))
                 again = train(name, strategy, rank, world, resume=path)
                 reference = references[1 if strategy == "tp" else 2]
                 found[f"{name} {strategy}"] = (differ(full, reference), differ(full, again)) if full else (0.0, 0.0)
