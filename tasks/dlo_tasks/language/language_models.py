@@ -262,7 +262,7 @@ def build_model(
         _bound_eager_masks(found)
     if getattr(config, "rescale_every", 0) > 0:
         # RWKV divides its weights in evaluation, for the range of float16, and checkpoints would have them so.
-        base = find_base_model(found)
+        base: Any = find_base_model(found)
         base.config = copy.copy(base.config)
         base.config.rescale_every = 0
     return found
