@@ -13,7 +13,7 @@ The one who has abilities declares them, and gives the reason for those that its
 
     strategy.ability(SplitsSequences)  # MySplit, or "context parallelism does not support MyStrategy: its `split` ..."
 
-A class may also derive from an ability, and so have it, unless `abilities` gives a reason.
+A class may also derive from an ability, and so have it, unless `abilities` gives another or a reason.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Ability:
     feature: ClassVar[str]
     #: Reason and fix where nothing is declared: ``it has 1 copy of the model; use ddp``.
     missing: ClassVar[str]
+    #: Whether those that declare nothing have the class's own methods.
+    has_default: ClassVar[bool] = False
 
 
 A = TypeVar("A", bound=Ability)
@@ -48,7 +50,9 @@ class HasAbilities:
     def find_ability(self, kind: type[A]) -> A | None:
         """Returns an ability; None without it."""
         found = self.abilities().get(kind, self)
-        return found if isinstance(found, kind) else None
+        if isinstance(found, kind):
+            return found
+        return kind() if kind.has_default and not isinstance(found, str) else None
 
     def ability(self, kind: type[A], feature: str = "") -> A:
         """Returns an ability.
@@ -60,13 +64,18 @@ class HasAbilities:
         Raises:
             DloError: This one does not have it; the message has the reason and the fix.
         """
-        found = self.abilities().get(kind, self)
-        if isinstance(found, kind):
+        found = self.find_ability(kind)
+        if found is not None:
             return found
-        reason = found if isinstance(found, str) else kind.missing
+        reason = self.abilities().get(kind, kind.missing)
         raise DloError(f"{feature or kind.feature} does not support {self.ability_owner}: {reason}")
 
     @property
     def ability_owner(self) -> str:
         """Name in an error."""
         return type(self).__name__
+
+
+def find_ability(owner: object, kind: type[A]) -> A | None:
+    """Returns an ability of a strategy, a task or another LightningModule, which has none; None without it."""
+    return owner.find_ability(kind) if isinstance(owner, HasAbilities) else None

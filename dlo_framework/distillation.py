@@ -1,8 +1,8 @@
 """The contract between distillation and tasks: a distance between two models' logits, and its mean over a batch.
 
 A plug-in defines the distance, a :class:`LogitLoss`; a task computes its mean over a batch
-(:meth:`~dlo_framework.task.Task.distillation_loss`), because only the task knows which samples or tokens count, and how
-logits are computed from its outputs.
+(:meth:`~dlo_framework.task_abilities.Distillable.distillation_loss`), because only the task knows which samples or
+tokens count, and how logits are computed from its outputs.
 
 Shapes: n samples or tokens, C classes (the vocabulary of a language model), c classes of this rank's shard.
 """

@@ -28,6 +28,7 @@ from dlo_framework.registry.registry import allowed_roots, check_class_path
 from dlo_framework.run import runs
 from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of, plain_name
 from dlo_framework.task import Task
+from dlo_framework.task_abilities import ReadsPlacedWeights
 from dlo_framework.yaml_text import read_yaml
 
 #: Dtypes of a second model's parameters, by their names in a config.
@@ -178,7 +179,8 @@ class FrozenModel:
         loads = self.checkpoint is not None
         placed = contract.place_frozen(task, dtype=self.dtype, offload=self.offload, loads_weights=loads)
         _update_properties(task, device=device)
-        task.read_placed_weights(placed.shards(), replaced=loads)
+        if (reads := task.find_ability(ReadsPlacedWeights)) is not None:
+            reads.read_placed_weights(placed.shards(), replaced=loads)
         placed.refresh()
         if self.checkpoint is not None:
             path = strategy.broadcast(str(find_checkpoint(self.checkpoint)))

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback
 
+from dlo_framework.ability import find_ability
 from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.registry.registry import own_packages
 from dlo_framework.run.runs import is_first_process
 from dlo_framework.task import Task
+from dlo_framework.task_abilities import FreezesUnused
 
 #: Hooks before the first step, in which a user's code may freeze parameters.
 _EARLY_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
@@ -156,7 +158,8 @@ def unused_message(
         allow: Fix that allows such parameters, in the imperative.
         module: Module that trains; a task may have a shorter way to freeze them.
     """
-    own = module.freezes_unused if isinstance(module, Task) else ""
+    freezes = find_ability(module, FreezesUnused)
+    own = "" if freezes is None else freezes.freezes_unused
     freeze = own or "set requires_grad to False in configure_model for parameters that are not trained"
     return (
         f"every trainable parameter must get a gradient from the loss, got none for {shown_names(names)}; {freeze}, or"

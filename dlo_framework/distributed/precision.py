@@ -13,8 +13,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from dlo_framework.ability import find_ability
 from dlo_framework.norms import collect_gradients
-from dlo_framework.task import Task
+from dlo_framework.task_abilities import KeepsBuffers
 
 
 def wide_dtype() -> torch.dtype:
@@ -29,16 +30,17 @@ def wide_dtype() -> torch.dtype:
 def keep_dtypes(module: nn.Module) -> Iterator[None]:
     """Restores what must not be in half precision after the module in the block is converted to another dtype.
 
-    These are the states of metrics and a task's :meth:`~dlo_framework.task.Task.full_precision_buffers`. Sums in bf16
-    lose summands: from 256 on, adding 1 changes nothing. torchmetrics (1.0 to 1.9) keeps states in `module.half()` and
-    the like, but not in `module.to(dtype)`, which Lightning (2.6) calls.
+    These are the states of metrics and the buffers that a task names in
+    :class:`~dlo_framework.task_abilities.KeepsBuffers`. Sums in bf16 lose summands: from 256 on, adding 1 changes
+    nothing. torchmetrics (1.0 to 1.9) keeps states in `module.half()` and the like, but not in `module.to(dtype)`,
+    which Lightning (2.6) calls.
 
     Args:
         module: Module that the block converts and may move to another device.
     """
     metrics = [found for found in module.modules() if isinstance(found, Metric)]
     before = [(found, found.dtype, _tensor_states(found)) for found in metrics]
-    names = module.full_precision_buffers() if isinstance(module, Task) else ()
+    names = keeps.full_precision_buffers() if (keeps := find_ability(module, KeepsBuffers)) else ()
     buffers = {name: module.get_buffer(name) for name in names}
     yield
     for name, buffer in buffers.items():

@@ -31,6 +31,7 @@ from dlo_framework.errors import DloError, check_number, did_you_mean, unknown_h
 from dlo_framework.optimizers import OPTIMIZERS
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
 from dlo_framework.registry.registry import allowed_roots, check_class_path
+from dlo_framework.task import training_parameters
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -178,10 +179,10 @@ def scheduled(
 def configure(task: Any, optimizer: Optimizer) -> OptimizerLRScheduler:
     """Returns the value of ``configure_optimizers`` of a task with the options of :func:`check_options`.
 
-    The modules that only training uses get a group of their own; see :meth:`Task.add_training_module`.
+    The modules that only training uses get a group of their own; see :func:`~dlo_framework.task.add_training_module`.
     """
-    if task.training_parameters:
-        optimizer.add_param_group({"params": task.training_parameters, "name": "training_modules", "lr_scale": 1.0})
+    if parameters := training_parameters(task):
+        optimizer.add_param_group({"params": parameters, "name": "training_modules", "lr_scale": 1.0})
     return scheduled(
         *(optimizer, task._trainer, task.schedule),
         scaling=task.lr_scaling,

@@ -7,6 +7,7 @@ from torchmetrics import MeanAbsoluteError
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
+from dlo_framework.task_abilities import CompileTarget, Distillable, Resizable, WeighsMicroBatches
 from support.trainers import quiet_trainer
 
 
@@ -90,12 +91,11 @@ def test_the_default_plan_is_found_or_refused():
         task.parallel_plan()
     task.model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert task.parallel_plan().blocks == ("0", "1")
-    assert task.flops_per_sample() is None
 
 
 def test_micro_batches_weigh_as_their_samples_whatever_their_targets():
     parts = [(torch.zeros(size, 1), -torch.ones(size, dtype=torch.long)) for size in (1, 3)]
-    assert Line().micro_batch_weights(parts) == [1 / 4, 3 / 4]
+    assert Line().ability(WeighsMicroBatches).micro_batch_weights(parts) == [1 / 4, 3 / 4]
 
 
 def test_a_prediction_has_a_row_for_each_sample_whatever_its_target():
@@ -103,3 +103,22 @@ def test_a_prediction_has_a_row_for_each_sample_whatever_its_target():
     task.configure_model()
     x = torch.zeros(3, task.model.in_features)
     assert len(task.predict_step((x, torch.tensor([1, -1, 1])), 0)) == 3
+
+
+def test_a_class_with_methods_of_an_ability_has_it_for_one_version():
+    with pytest.warns(
+        DeprecationWarning, match=r"Old has `called`, .* derive it from dlo_framework\.task_abilities\.Comp"
+    ):
+
+        class Old(Line):
+            def called(self):
+                return self.model.inner
+
+    task = Old()
+    task.model = nn.ModuleDict({"inner": nn.Linear(1, 1)})
+    assert task.ability(CompileTarget).compile_target() is task.model["inner"]
+    with pytest.raises(
+        DloError, match="dlo prune does not support Old: it does not say how its model is built in other"
+    ):
+        task.ability(Resizable)
+    assert task.ability(Distillable).class_count is None

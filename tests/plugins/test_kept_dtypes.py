@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
 from dlo_framework.task import Task
+from dlo_framework.task_abilities import KeepsBuffers
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
@@ -39,7 +40,7 @@ class Turned(nn.Linear):
         self.register_buffer("other", torch.tensor([1.0]), persistent=False)
 
 
-class Counting(Task):
+class Counting(Task, KeepsBuffers):
     """Adds 1 for each of 300 batches: in bf16 the sum stays at 256."""
 
     def __init__(self) -> None:

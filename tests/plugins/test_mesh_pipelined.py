@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
+from dlo_plugins.parallel.mesh import pipelined_task
 from dlo_plugins.parallel.mesh.pipelined_task import PipelinedTask, concat_batches
 
 
@@ -60,7 +61,7 @@ def test_measures_reach_all_stages_in_single_precision_whatever_the_default_dtyp
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: objects.__setitem__(0, told))
     stage = pipelined(False, "cpu")
     logged: dict[str, Tensor] = {}
-    monkeypatch.setattr(stage.task, "log_measured", lambda found, batch: logged.update(found))
+    monkeypatch.setattr(pipelined_task, "log_measures", lambda task, measures, batch: logged.update(measures))
     stage.evaluate((torch.zeros(1, 2),))
     assert logged["val_loss"].item() == pytest.approx(2.2987654, rel=1e-6)
 

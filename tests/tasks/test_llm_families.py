@@ -217,7 +217,7 @@ def test_a_twin_has_a_block_of_each_kind_and_next_to_no_memory() -> None:
 def test_a_model_that_is_its_own_base_is_called_without_its_head() -> None:
     sizes = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 8}
     task = task_of("llama4_text", **sizes)
-    assert task.called() is task.model.model
+    assert task.compile_target() is task.model.model
     ids = torch.arange(8)[None]
     hidden = task(input_ids=ids)
     assert hidden.shape == (1, 8, 32)

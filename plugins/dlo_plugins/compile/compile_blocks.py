@@ -15,6 +15,7 @@ from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task, model_and_plan
+from dlo_framework.task_abilities import CompileTarget
 
 
 class CompileBlocks(Applier):
@@ -86,7 +87,8 @@ def modules_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.M
         prefix = "model." if isinstance(pl_module, Task) else ""
         return {prefix + name: root.get_submodule(name) for name in names}
     if isinstance(pl_module, Task):
-        called = pl_module.called()
+        target = pl_module.find_ability(CompileTarget)
+        called = pl_module.model if target is None else target.compile_target()
         return {next(name for name, module in pl_module.named_modules() if module is called): called}
     parts = dict(_children(pl_module))
     if not parts:

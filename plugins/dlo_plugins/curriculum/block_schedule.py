@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from dlo_framework.ability import find_ability
 from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, agreed_errors
 from dlo_framework.plan import match_names
@@ -25,6 +26,7 @@ from dlo_framework.progress import check_end
 from dlo_framework.run.position import FollowsSteps, StepFraction
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task, checkable_module, model_and_plan
+from dlo_framework.task_abilities import LooksInside
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.compile.callback import check_block_scope
 from dlo_plugins.memory.block_calls import Handler, intercept_calls, restore_calls
@@ -57,7 +59,8 @@ class BlockSchedule(FollowsSteps, PluginCallback, ABC):
         """
         name = type(self).__name__
         self.check_trainer(trainer)
-        if self.replaces_outputs and getattr(module, "looks_inside", False):
+        inside = find_ability(module, LooksInside)
+        if self.replaces_outputs and inside is not None and inside.looks_inside:
             raise DloError(
                 f"{name}: the loss must not use outputs of all blocks, got {type(module).__name__} with router logits;"
                 " set output_router_logits: false"

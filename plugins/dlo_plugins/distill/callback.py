@@ -30,7 +30,8 @@ from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoi
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.strategy_abilities import full_sequences
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.task import Task
+from dlo_framework.task import Task, add_training_module, training_modules
+from dlo_framework.task_abilities import CompletesBatches, Distillable, WeighsMicroBatches
 from dlo_framework.watch.media import log_scalars
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CompileBlocks
@@ -59,6 +60,25 @@ KEY = "teacher_outputs"
 _POSITIONS = "distilled_positions"
 #: Prefix of the projections' names among the task's training modules.
 _PROJECTION = "distill_"
+
+
+class _PlainWeights(WeighsMicroBatches):
+    """A task's weights of micro-batches that carry the teacher's outputs.
+
+    Args:
+        own: Ability of the task.
+        noted: The last weights by the `id` of the micro-batch, for the loss.
+    """
+
+    def __init__(self, own: WeighsMicroBatches, noted: dict[int, float | Tensor]) -> None:
+        self.own, self.noted = own, noted
+
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> Sequence[float | Tensor]:
+        """Returns the task's weights."""
+        weights = self.own.micro_batch_weights([split_batch(part)[0] for part in micro_batches])
+        self.noted.clear()
+        self.noted.update((id(part), weight) for part, weight in zip(micro_batches, weights, strict=True))
+        return weights
 
 
 class TeacherOutputs(NamedTuple):
@@ -205,7 +225,8 @@ class Distill(BatchTransform):
         if self.token:
             self._check_token(student)
         if self.every is not None:
-            undecided = student.class_count if module.class_count is None else None
+            decided = module.ability(Distillable).class_count is not None
+            undecided = None if decided else student.ability(Distillable).class_count
             self._copies = match_tensors(student, teacher, self.every, undecided)
             self._check_source(trainer)
         self._pairs = {}
@@ -220,7 +241,7 @@ class Distill(BatchTransform):
             self._check_shapes(student, teacher, datamodule)
 
     def _check_classes(self, student: Task, teacher: Task) -> None:
-        ours, theirs = student.class_count, teacher.class_count
+        ours, theirs = (task.ability(Distillable).class_count for task in (student, teacher))
         if not self.weight or ours is None or theirs is None or ours == theirs:
             return
         if theirs < ours or not self.first_classes:
@@ -245,11 +266,7 @@ class Distill(BatchTransform):
     def _check_on_policy(self, trainer: Trainer, module: Task) -> None:
         assert self.on_policy is not None
         strategy = trainer.strategy
-        if type(module).complete_batch is Task.complete_batch:
-            raise DloError(
-                f"Distill: on_policy must have a task that generates, such as CausalLM, got {type(module).__name__};"
-                " leave it out"
-            )
+        module.ability(CompletesBatches, "Distill: on_policy")
         shards = strategy.sequence_multiple() if isinstance(strategy, MeshStrategy) else 1
         if self.on_policy.multiple % shards:
             raise DloError(
@@ -281,7 +298,7 @@ class Distill(BatchTransform):
             )
 
     def _check_token(self, student: Task) -> None:
-        if not student.use_distillation_token():
+        if not student.ability(Distillable).use_distillation_token():
             raise DloError(
                 f"Distill: token must be false for a model without a distillation token, got true for"
                 f" {type(student.model).__name__}; use a *_distilled model of timm, such as"
@@ -342,7 +359,7 @@ class Distill(BatchTransform):
                     with torch.random.fork_rng(devices=[]):  # the run's random numbers do not change
                         torch.manual_seed(number)
                         projection = nn.Linear(width, theirs, bias=False)
-                    pl_module.add_training_module(f"{_PROJECTION}{number}", projection)
+                    add_training_module(pl_module, f"{_PROJECTION}{number}", projection)
 
     @property
     def frozen_models(self) -> list[FrozenModel]:
@@ -385,7 +402,8 @@ class Distill(BatchTransform):
     def _replace_methods(self, task: Task) -> None:
         """Replaces methods on the object, for the fit: a batch then carries the teacher's outputs."""
         self._task = task
-        own_loss, own_inputs, own_weights = task.loss, task.inputs, task.micro_batch_weights
+        own_loss, own_inputs, declared = task.loss, task.inputs, task.abilities()
+        weights = _PlainWeights(task.ability(WeighsMicroBatches), self._weights)
 
         def loss(outputs: Any, batch: Any) -> Tensor:
             plain, theirs = split_batch(batch)
@@ -398,12 +416,7 @@ class Distill(BatchTransform):
         def inputs(batch: Any) -> Any:
             return own_inputs(split_batch(batch)[0])
 
-        def micro_batch_weights(micro_batches: Sequence[Any]) -> Sequence[float | Tensor]:
-            found = own_weights([split_batch(part)[0] for part in micro_batches])
-            self._weights = {id(part): weight for part, weight in zip(micro_batches, found, strict=True)}
-            return found
-
-        task.__dict__.update(loss=loss, inputs=inputs, micro_batch_weights=micro_batch_weights)
+        task.__dict__.update(loss=loss, inputs=inputs, abilities=lambda: declared | {WeighsMicroBatches: weights})
 
     def release(self, trainer: Trainer) -> None:
         """Frees the teacher, and restores the student's loss."""
@@ -412,10 +425,10 @@ class Distill(BatchTransform):
             if outputs is not None:
                 outputs.remove()
         if self._task is not None:
-            for name in ("loss", "inputs", "micro_batch_weights"):
+            for name in ("loss", "inputs", "abilities"):
                 self._task.__dict__.pop(name, None)
             if self.token:
-                self._task.use_distillation_token(False)
+                self._task.ability(Distillable).use_distillation_token(False)
         self._ours = self._theirs = self._task = self._own = self._sequences = None
         self.teacher.stop()
 
@@ -443,7 +456,7 @@ class Distill(BatchTransform):
         assert self._own is not None
         options = self.on_policy
         complete = partial(
-            self._task.complete_batch,
+            self._task.ability(CompletesBatches).complete_batch,
             prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
@@ -464,7 +477,8 @@ class Distill(BatchTransform):
             found["task_loss"] = own_loss(own, plain)
             terms.append(self.ce_weight * found["task_loss"])
         if self.weight:
-            apart = task.distillation_loss(distilled, theirs.outputs, self.teacher, plain, self.distance)
+            distance = task.ability(Distillable).distillation_loss
+            apart = distance(distilled, theirs.outputs, self.teacher, plain, self.distance)
             found |= {"distance": apart.loss, "agreement": apart.agreement}
             terms.append(self.weight * apart.loss)
         if self._ours is not None:
@@ -493,14 +507,14 @@ class Distill(BatchTransform):
 
     def _hidden_loss(self, task: Task, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any) -> Tensor:
         assert self.hidden is not None
-        losses = []
+        losses, projections = [], training_modules(task)
         for number, (name, other) in enumerate(self._pairs["hidden"].items()):
             student, teacher = pool_to_same_grid(ours[name], theirs[other])
             states = as_sequence(student)
-            if f"{_PROJECTION}{number}" in task.training_modules:
-                states = task.training_modules[f"{_PROJECTION}{number}"](states)
+            if f"{_PROJECTION}{number}" in projections:
+                states = projections[f"{_PROJECTION}{number}"](states)
             apart = hidden_distances(states, as_sequence(teacher), self.hidden.loss)  # [B, N]
-            losses.append(task.batch_mean(apart[:, 0] if student.ndim == 2 else apart, batch))
+            losses.append(task.ability(Distillable).batch_mean(apart[:, 0] if student.ndim == 2 else apart, batch))
         return torch.stack(losses).mean()
 
     def _attention_loss(
@@ -512,7 +526,7 @@ class Distill(BatchTransform):
         maps = [
             attention_distances(*pool_to_same_grid(ours[name], theirs[other]), counted, group) for name, other in pairs
         ]
-        return torch.stack([task.batch_mean(apart, batch) for apart in maps]).mean()
+        return torch.stack([task.ability(Distillable).batch_mean(apart, batch) for apart in maps]).mean()
 
     # --- logging -------------------------------------------------------------------------------------------
 

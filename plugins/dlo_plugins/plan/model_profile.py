@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from dlo_framework.ability import find_ability
 from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeKernels, FakeTensorMode, copy_modules, fake_copy, fake_like
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.task_abilities import BoundsLogits
 from dlo_plugins.plan.operation_recorder import (
     FusedKernels,
     Operation,
@@ -573,7 +575,7 @@ class _Profiler:
             (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == torch.long), None
         )
         is_sequence = self.plan is not None and bool(self.plan.attention) and ids is not None
-        logits = "max_logits_on_cpu" if self.device == "cpu" else "max_logits"
+        bounds = find_ability(task, BoundsLogits)
         return ModelProfile(
             model=type(self.model).__name__,
             stem=stem,
@@ -585,7 +587,7 @@ class _Profiler:
             pp=len(self.names) if hasattr(task, "inputs") and self.names else 1,
             cp=is_sequence,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            max_logits=getattr(task, logits, None),
+            max_logits=None if bounds is None else bounds.max_logits(self.device),
             why_not=self.regions.why_not | self.experts.why_not,
             ep=self.experts.sizes,
         )

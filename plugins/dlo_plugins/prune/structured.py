@@ -29,7 +29,8 @@ from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.run_setup import check_parts, find_start_checkpoint
-from dlo_framework.task import ChannelGroup, Task
+from dlo_framework.task import Task
+from dlo_framework.task_abilities import ChannelGroup, PrunesChannels, Resizable
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.parallel.tensor.heads import head_width, kv_heads
 from dlo_plugins.prune.layers import is_transposed
@@ -81,12 +82,12 @@ class PrunedRun:
         twin = task.on_meta()
         weights = self._read_weights(content, twin)
         before = _parameters(twin)
-        groups = twin.channel_groups() if "channels" in amounts else []
+        groups = twin.ability(PrunesChannels).channel_groups() if "channels" in amounts else []
         sizes, lines = prune_weights(weights, twin, amounts)
-        arguments = task.resized(content, **sizes)
+        arguments = task.ability(Resizable).resized(content, **sizes)
         smaller = self._build(arguments)
         if groups:
-            counts = [group.count for group in smaller.channel_groups()]
+            counts = [group.count for group in smaller.ability(PrunesChannels).channel_groups()]
             lines.append(prune_channels(weights, groups, counts))
         _check_weights(weights, smaller)
         smaller_content: dict[str, Any] = {

@@ -26,14 +26,15 @@ from dlo_framework.models.experts.balance import RouterTraining
 from dlo_framework.models.experts.mixture_options import MixtureOptions, read_options
 from dlo_framework.models.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.task import ChannelGroup, Task
+from dlo_framework.task import Task
+from dlo_framework.task_abilities import ChannelGroup, Distillable, KeepsBuffers, PrunesChannels, Resizable
 from dlo_tasks import optim
 from dlo_tasks.imagenet import classifier_logs, timm_models, vision_attention
 from dlo_tasks.imagenet.classifier_logs import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_models import plan_for
 
 
-class ImageClassifier(Task):
+class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable):
     """Trains any timm model to classify images.
 
     Batches are `(images, targets)`: normalised images `[B, 3, H, W]`, and targets that are class indices `[B]` (-1 for

@@ -36,7 +36,7 @@ from dlo_framework.models.experts.layer import DenseMLP, MixtureLayer, upcycle
 from dlo_framework.models.experts.mixture_options import MixtureOptions
 from dlo_framework.models.model_sizes import accept_any_size, check_sizes, find_objection
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
-from dlo_framework.task import ChannelGroup
+from dlo_framework.task_abilities import ChannelGroup
 
 
 def add_mixtures(model: nn.Module, plan: ParallelPlan, options: MixtureOptions) -> None:

@@ -29,6 +29,19 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.strategy_abilities import Pipelined, full_sequences
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_framework.task_abilities import (
+    BoundsLogits,
+    CompileTarget,
+    CompletesBatches,
+    Distillable,
+    FreezesUnused,
+    Generates,
+    KeepsBuffers,
+    LooksInside,
+    ReadsPlacedWeights,
+    Resizable,
+    WeighsMicroBatches,
+)
 from dlo_framework.token_loss import TokenLoss
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import log_text
@@ -65,7 +78,20 @@ from dlo_tasks.language.language_plans import LoadBalancing, find_load_balancing
 from dlo_tasks.language.vocabulary_head import VocabularyHead
 
 
-class CausalLM(Task):
+class CausalLM(
+    Task,
+    BoundsLogits,
+    CompileTarget,
+    CompletesBatches,
+    Distillable,
+    FreezesUnused,
+    Generates,
+    KeepsBuffers,
+    LooksInside,
+    ReadsPlacedWeights,
+    Resizable,
+    WeighsMicroBatches,
+):
     """Trains any causal language model of transformers: all parameters, some of them, or low-rank adapters.
 
     Batches are dicts of `[B, L]` tensors: `input_ids`; `labels`, the id of the next token, or -100 where there is no
@@ -125,7 +151,7 @@ class CausalLM(Task):
 
     #: Metric that selects the best checkpoint.
     best_metric = ("val_loss", "min")
-    generates = generates_in_stages = True
+    generates_in_stages = True
     #: Arguments of a subclass that are not plain data, which checkpoints do not have.
     not_saved: tuple[str, ...] = ()
 
@@ -425,22 +451,18 @@ class CausalLM(Task):
             return self._balance.hidden_states(self.model, inputs)  # type: ignore[arg-type]
         return language_models.hidden_states(self.model, **inputs, output_router_logits=False)  # type: ignore[arg-type]
 
-    @property
-    def max_logits(self) -> int | None:  # type: ignore[override]
-        """Number of logits that the loss keeps at once on an accelerator; None for all."""
-        return vocabulary_loss.ACCELERATOR_LOGITS if self._traits.has_linear_head else None
+    def max_logits(self, device: str) -> int | None:
+        """Returns the number of logits that the loss keeps at once, by the type of the device; None for all."""
+        if not self._traits.has_linear_head:
+            return None
+        return vocabulary_loss.logits_on_cpu(self.head) if device == "cpu" else vocabulary_loss.ACCELERATOR_LOGITS
 
     @property
-    def max_logits_on_cpu(self) -> int | None:  # type: ignore[override]
-        """Number of logits that the loss keeps at once on a CPU; None for all."""
-        return vocabulary_loss.logits_on_cpu(self.head) if self._traits.has_linear_head else None
-
-    @property
-    def looks_inside(self) -> bool:
+    def looks_inside(self) -> bool:  # type: ignore[override]
         """Whether the loss needs the router logits of all blocks and all tokens."""
         return self._balance is not None
 
-    def called(self) -> nn.Module:
+    def compile_target(self) -> nn.Module:
         """Returns the module that :meth:`forward` calls: the base model, or the model where it computes the logits."""
         return language_models.find_base_model(self.model) if self._traits.has_linear_head else self.model  # type: ignore[arg-type]
 
@@ -538,7 +560,7 @@ class CausalLM(Task):
         total = counts.sum()
         return torch.where(total > 0, counts / total, 1.0 / len(counted)).unbind()
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
+    def metrics(self, outputs: Tensor, batch: Any) -> Mapping[str, Metric | Tensor | None]:
         """Updates and returns the metrics of the stage."""
         labels = sparse_attention.targets(self.attention, batch).flatten()
         losses, hits = vocabulary_loss.token_losses_and_hits(self.head, outputs.flatten(0, 1), labels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -355,13 +355,6 @@ class PreferenceLM(CausalLM):
             self.model.train(training)
         return found[0] if found else None
 
-    def measured(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
-        """Returns the metrics of a batch; in :meth:`own_log_probs` it keeps the answers' log-probabilities instead."""
-        if self._tap is None:
-            return super().measured(outputs, batch)
-        self._tap.append(self.answer_sums(self.head, outputs, batch).log_probs)
-        return {}
-
     # --- steps ---------------------------------------------------------------------------------------------
 
     def answer_sums(self, head: VocabularyHead, outputs: Any, batch: Any) -> AnswerSums:
@@ -453,9 +446,12 @@ class PreferenceLM(CausalLM):
 
     on_test_batch_start = on_validation_batch_start
 
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
-        """Updates and returns the metrics of the stage."""
+    def metrics(self, outputs: Any, batch: Any) -> Mapping[str, Metric | Tensor | None]:
+        """Updates and returns the metrics of the stage; none while :meth:`own_log_probs` reads the answers' sums."""
         sums, answers = self.answer_sums(self.head, outputs, batch), batch["answers"]
+        if self._tap is not None:
+            self._tap.append(sums.log_probs)
+            return {"loss": None}
         scores, rewards = self._scores(sums, batch)
         totals, counts = _by_preference(rewards, answers)
         values: dict[str, tuple[Tensor, ...]] = {

@@ -15,7 +15,7 @@ from dlo_framework.checkpoint.formats.safetensors_file import export_weights
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
-from dlo_framework.task import Task
+from dlo_framework.task import Task, training_parameters
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.distill.callback import AttentionTransfer, Distill, HiddenStates, OnPolicy, split_batch
 from dlo_plugins.images.batch_mix import BatchMix
@@ -96,7 +96,7 @@ def test_the_teacher_gets_the_mixed_images_and_validation_is_unchanged() -> None
 def test_the_students_methods_are_its_own_after_a_fit_and_after_an_error() -> None:
     task = seen()
     fit(task, Distill(FrozenModel(task=vit())), max_steps=1)
-    assert not {"loss", "inputs", "micro_batch_weights"} & task.__dict__.keys()
+    assert not {"loss", "inputs", "abilities"} & task.__dict__.keys()
 
     class Fails(Seen):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -106,7 +106,7 @@ def test_the_students_methods_are_its_own_after_a_fit_and_after_an_error() -> No
     failing.seen, failing.losses = [], []
     with pytest.raises(RuntimeError, match="stop"):
         fit(failing, Distill(FrozenModel(task=vit())))
-    assert not {"loss", "inputs", "micro_batch_weights"} & failing.__dict__.keys()
+    assert not {"loss", "inputs", "abilities"} & failing.__dict__.keys()
 
 
 def test_a_student_learns_its_teachers_predictions() -> None:
@@ -193,7 +193,7 @@ def test_projections_train_and_are_saved_by_name_but_not_exported(tmp_path: Path
     assert exported.keys() == {key.removeprefix("model.") for key in saved if key.startswith("model.")}
     plain = vit()
     trainer().validate(plain, datamodule=digits(), ckpt_path=path, verbose=False)
-    assert not plain.training_parameters
+    assert not training_parameters(plain)
     resumed = vit()
     again = Distill(FrozenModel(task=sharp(vit(3, 64))), hidden=HiddenStates({"blocks.0": "blocks.1"}))
     fit(resumed, again, max_steps=2, ckpt_path=path)
@@ -211,7 +211,7 @@ def test_layers_of_convolutions_are_pooled_to_one_grid() -> None:
     fit(student, distill, data=DigitsData(image_size=32, batch_size=8), max_steps=2)
     assert distill.latest["distill/hidden"] > 0
     assert distill.latest["distill/attention"] > 0
-    assert len(student.training_parameters) == 2
+    assert len(training_parameters(student)) == 2
 
 
 def test_compiled_blocks_give_the_same_distances() -> None:
@@ -432,7 +432,11 @@ def test_micro_batches_weigh_as_much_as_their_tokens() -> None:
 
 
 def test_on_policy_needs_a_model_that_generates_and_lengths_that_the_ranks_can_share() -> None:
-    refuse("on_policy must have a task that generates", vit(), Distill(FrozenModel(task=vit()), on_policy=OnPolicy()))
+    refuse(
+        "on_policy does not support ImageClassifier: it does not generate",
+        vit(),
+        Distill(FrozenModel(task=vit()), on_policy=OnPolicy()),
+    )
     distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy(multiple=5))
     for axes, shards, fix in (({"cp": 2}, 4, 8), ({"tp": 2, "sequence_parallel": True}, 2, 6)):
         mesh = MeshStrategy(**axes)

@@ -41,6 +41,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
+from dlo_framework.task_abilities import WeighsMicroBatches
 from dlo_plugins.parallel.fsdp.sharded_optimizers import UsedParams
 from dlo_plugins.parallel.fsdp.sharding import ShardedModule
 from dlo_plugins.parallel.mesh.parallelize import MeshOptions, ParallelRun, parallelize
@@ -184,7 +185,8 @@ class RankView:
         self.task = task
         if not own_loss:
             task.__dict__["loss"] = partial(substitute_loss, task.model)
-        task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
+        declared = task.abilities()
+        task.__dict__["abilities"] = lambda: declared | {WeighsMicroBatches: _EqualWeights()}
         self.options.appliers.ordered.append(_WhenCut(self._record_stages))
         self.sharded = parallelize(ParallelRun(task, self.options, self.groups, torch.initial_seed())).sharded
         self._usage = UsedParams(self.sharded)
@@ -238,6 +240,14 @@ def fewest_micro_batches(pipelining: PipelineOptions, spec: MeshSpec) -> int:
                 make_schedule(pipelining.schedule, spec.pp, number, pipelining.stages_per_rank)
                 return number
     return wanted
+
+
+class _EqualWeights(WeighsMicroBatches):
+    """Equal weights of all micro-batches: placeholders have no samples to count."""
+
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Returns the weights."""
+        return [1 / len(micro_batches)] * len(micro_batches)
 
 
 class _WhenCut(Applier):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from dlo_framework.ability import find_ability
 from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.precision import wide_dtype
@@ -30,7 +31,8 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.models.experts.auxiliary_loss import set_scale
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.strategy_abilities import Pipelined
-from dlo_framework.task import Task
+from dlo_framework.task import Task, given_outputs, log_measures, measure
+from dlo_framework.task_abilities import Generates, LooksInside, WeighsMicroBatches
 from dlo_plugins.parallel.pipeline.exchange import batch_signatures
 from dlo_plugins.parallel.pipeline.model_stages import PartCosts, Split, balance_stages, flop_costs, make_stages
 from dlo_plugins.parallel.pipeline.pipeline_engine import MicroBatchState, Pipeline
@@ -246,7 +248,7 @@ class PipelinedTask(Pipelined):
             DloError: The batch has fewer samples than the schedule can run.
         """
         parts = self.split_training_batch(batch)
-        weights = self.task.micro_batch_weights(parts)
+        weights = self.task.ability(WeighsMicroBatches).micro_batch_weights(parts)
         set_scale(seed / len(parts))
         self._evaluated, trainer = 0, self.task._trainer
         total = self.pipeline.train_step(
@@ -286,11 +288,11 @@ class PipelinedTask(Pipelined):
 
         Args:
             batch: Batch on the device.
-            batch_idx: Index of the batch in validation, for :meth:`Task.after_validation_step`; None in a test.
+            batch_idx: Index of the batch in validation, for `after_validation_step`; None in a test.
         """
         outputs, before = self.outputs(batch), self._updates()
         with self.pipeline.without_other_stages():
-            found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
+            found = measure(self.task, outputs, batch) if self.pipeline.is_last else {}
         updated = {
             name: (count, _list_shapes(self.task.get_submodule(name)))
             for name, count in self._updates().items()
@@ -302,9 +304,9 @@ class PipelinedTask(Pipelined):
             values, updated = message[0]
             found = {name: self._decode_measure(value) for name, value in values.items()}
             self._count_as_updated(updated)
-        self.task.log_measured(found, batch)
-        if batch_idx is not None:
-            self.task.after_validation_step(batch_idx)
+        log_measures(self.task, found, batch)
+        if batch_idx is not None and (generates := self.task.find_ability(Generates)) is not None:
+            generates.after_validation_step(batch_idx)
 
     @torch.no_grad()
     def share_buffers(self) -> None:
@@ -370,14 +372,14 @@ class PipelinedTask(Pipelined):
             DloError: The task runs the model by itself to predict.
         """
         check_predict(self.task)
-        if self.task.generates:  # It calls :meth:`run_on_all_ranks` for each token.
+        if self.task.find_ability(Generates) is not None:  # It calls :meth:`run_on_all_ranks` for each token.
             return self.task.predict_step(batch, batch_idx)
         outputs = self.outputs(batch)
         message = [move_data_to_device(outputs, torch.device("cpu"))]
         dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
         if not self.pipeline.is_last:
             outputs = move_data_to_device(message[0], self.pipeline.device)
-        with self.task.given_outputs(outputs):
+        with given_outputs(self.task, outputs):
             return self.task.predict_step(batch, batch_idx)
 
     def run_on_all_ranks(self, part: Any, forward: Callable[[Any], Tensor]) -> Tensor:
@@ -504,7 +506,8 @@ def check_predict(task: Any) -> None:
     Raises:
         DloError: The task runs the model by itself, and not by the pipeline.
     """
-    if getattr(task, "generates", False) and not getattr(task, "generates_in_stages", False):
+    generates = find_ability(task, Generates)
+    if generates is not None and not generates.generates_in_stages:
         raise DloError(
             f"a task that generates must set generates_in_stages under pp > 1, got {type(task).__name__}; run its"
             " forwards by contract_of(strategy).ability(Pipelined).run_on_all_ranks, or predict with pp: 1"
@@ -518,7 +521,8 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
     Raises:
         DloError: The mesh divides blocks or sequences.
     """
-    if not getattr(task, "looks_inside", False):
+    inside = find_ability(task, LooksInside)
+    if inside is None or not inside.looks_inside:
         return
     divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
     divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []
