@@ -32,7 +32,7 @@ from dlo_framework.run.process import disable_nvml_check, silence_warnings
 from dlo_framework.stop import SAVE_MINUTES, RunStopped
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import StepClock
-from dlo_framework.watch.summary import RunRecord
+from dlo_framework.watch.summary import ModelTable, RunRecord
 
 #: Lightning's arguments with their defaults.
 _DEFAULTS = {
@@ -117,7 +117,11 @@ class Trainer(LightningTrainer):
                 raise
             raise run_setup.explain_trainer_error(error, self._options) from error
         own = [callback for callback in self.callbacks if callback not in self._given]
-        self._lightnings = [callback for callback in own if isinstance(callback, ModelSummary | Timer)]
+        tables: dict[Callback, Callback] = {
+            callback: ModelTable() for callback in own if isinstance(callback, ModelSummary)
+        }
+        self.callbacks = [tables.get(callback, callback) for callback in self.callbacks]
+        self._lightnings = [*tables.values(), *(callback for callback in own if isinstance(callback, Timer))]
 
     # --- Lightning's methods -------------------------------------------------------------------------------
 

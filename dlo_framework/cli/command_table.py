@@ -7,9 +7,10 @@ group ``dlo_framework.commands``::
     dlo_framework.commands =
         hello = my_package.hello:main
 
-``dlo --help`` reads the function's docstring from the source: the first paragraph describes the command, and lines that
-begin with ``dlo hello`` are its examples. A name of two words, ``config hello``, is a command of ``dlo config``. The
-module is imported when the command runs, so that a broken or slow package costs the other commands nothing.
+``dlo --help-all`` reads the function's docstring from the source: the first paragraph describes the command, and
+lines that begin with ``dlo hello`` are its examples. A name of two words, ``config hello``, is a command of ``dlo
+config``. The module is imported when the command runs, so that a broken or slow package costs the other commands
+nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ CORE_COMMANDS = {
     "doctor": "check this machine: devices, disk, ports, packages, a collective of two ranks",
 }
 
+
+#: Commands that ``dlo --help`` describes beside those that train or evaluate.
+FIRST = ("parity", "plugins", "configs", "checkpoint", "doctor")
 
 #: Classes whose arguments are keys of a config, by the section; their sources are read without an import.
 SECTIONS = {
@@ -117,8 +121,18 @@ def _summarise(doc: str) -> str:
     return summary[:1].lower() + summary[1:]
 
 
+def format_first_commands() -> str:
+    """Returns, for ``dlo --help``, the commands that most people need, described, and the others' names."""
+    described = RUN_COMMANDS | {name: CORE_COMMANDS[name] for name in FIRST}
+    lines = [f"  {name:<12}{text}" for name, text in described.items()]
+    others = sorted({*CORE_COMMANDS, *installed_commands()} - described.keys())
+    more = textwrap.wrap(", ".join(others), _WIDTH - 14, break_on_hyphens=False, break_long_words=False)
+    lines += [f"  {'' if number else 'and':<12}{line}" for number, line in enumerate(more)]
+    return "\n".join([*lines, f"  {HELP_ALL:<12}describes all of them", f"  {'--version':<12}of dlo and its libraries"])
+
+
 def format_commands() -> tuple[str, str]:
-    """Returns, for ``dlo --help``, the commands with their descriptions, and the examples of installed commands."""
+    """Returns, for ``dlo --help-all``, the commands with descriptions, and the examples of installed commands."""
     summaries, examples, warnings = RUN_COMMANDS | CORE_COMMANDS, [], []
     for name, points in installed_commands().items():
         origins = [*(["dlo"] if name in summaries else []), *map(format_origin, points)]

@@ -9,29 +9,34 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dlo_framework._version import __version__
-from dlo_framework.cli.command_table import HELP_WORDS, RUN_COMMANDS, format_commands, format_run_help, load_command
+from dlo_framework.cli.command_table import (
+    HELP_ALL,
+    HELP_WORDS,
+    RUN_COMMANDS,
+    format_commands,
+    format_first_commands,
+    format_run_help,
+    load_command,
+)
 from dlo_framework.cli.config_scan import translate_options
 from dlo_framework.errors import DloError, worker_message
 from dlo_framework.run.process import INTERRUPTED_CODE, INTERRUPTED_MESSAGE
 
-HELP = """usage: dlo COMMAND [options]
+HELP = """usage: dlo COMMAND [options]; `dlo COMMAND --help` shows them
 
 Plug-ins for training large models on Lightning, each switched on by one line of YAML.
 
-commands:
 {commands}
 
-options:
-  -h, --help   show this text; `dlo COMMAND --help` shows the options of a command, `dlo fit --help-all` every key
-  --version    show the versions of dlo and of the libraries it uses
+begin with:
+  dlo fit --config quickstart
+  dlo parity --config quickstart --devices 2 --trainer.strategy zero2"""
+
+HELP_ALL_COMMANDS = """usage: dlo COMMAND [options]; `dlo COMMAND --help` shows them
+
+{commands}
 
 examples:
-  dlo fit --config quickstart
-  dlo fit --config my.yaml --trainer.max_epochs 5
-  dlo fit --config my.yaml --ckpt_path last
-  dlo validate --config my.yaml --ckpt_path best
-  dlo parity --config my.yaml --devices 2 --trainer.strategy ddp
-  dlo plugins show WeightEMA
 {examples}"""
 
 
@@ -65,9 +70,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     command = words[0] if words else "--help"
-    if command in ("-h", "--help"):
+    if command in HELP_WORDS:
+        print(HELP.format(commands=format_first_commands()))
+        return 0
+    if command == HELP_ALL:
         commands, examples = format_commands()
-        print(HELP.format(commands=commands, examples=examples).rstrip())
+        print(HELP_ALL_COMMANDS.format(commands=commands, examples=examples))
         return 0
     if command == "--version":
         from dlo_framework.extensions import format_versions

@@ -383,7 +383,8 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
     missing = re.search(r"arguments? (?:is|are) required: (?:\w+\.)?(\w+)", message)
     if missing:
         name = missing.group(1)
-        return f"{name} must be set, got none; set it in a config (--config x.yaml) or by --{name} ClassName"
+        ready = "; `dlo fit --config quickstart` has all it needs" if name in ("model", "data") else ""
+        return f"{name} must be set, got none; set it in a config (--config x.yaml) or by --{name} ClassName{ready}"
     keys, given = _find_key_and_value(message)
     expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import yaml
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 
 from dlo_framework.atomic_file import write_atomic
@@ -29,6 +29,45 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport, TrafficReport
+
+
+class ModelTable(ModelSummary):
+    """Lightning's table of a model's parts, where a run's own start has one; without columns that say nothing.
+
+    Lightning (2.6) counts FLOPs of ``example_input_array`` alone, and else shows 0: RunMonitor logs a step's.
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int = 0,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Prints the parts with their types and parameters, and the sums.
+
+        Args:
+            summary_data: Names of columns, each with the entries of the parts.
+            total_parameters: Number of parameters.
+            trainable_parameters: Number of those that train.
+            model_size: Bytes of the parameters, in MB.
+            total_training_modes: Number of modules by mode; unused.
+            total_flops: FLOPs of a forward of ``example_input_array``; 0 without one.
+            summarize_kwargs: Further options of the callback; unused.
+        """
+        dropped = {" ", "Mode", *(() if total_flops else ("FLOPs",))}
+        columns = [[name.lower(), *entries] for name, entries in summary_data if name not in dropped]
+        widths = [max(map(len, column)) for column in columns]
+        for row in zip(*columns, strict=True):
+            print("  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            f"{total_parameters:,} parameters, {trainable_parameters:,} of them train,"
+            f" {format_bytes(model_size * 1e6)}\n",
+            flush=True,
+        )
 
 
 @runtime_checkable

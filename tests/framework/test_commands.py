@@ -1,5 +1,6 @@
 """Commands and options that installed packages add: found, shown, run, and refused with what is wrong."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,20 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["fit"]])
+def test_the_first_screen_fits_a_terminal_and_says_what_to_do_next(
+    pack: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == (2 if words == ["fit"] else 0)
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert "dlo fit --config quickstart" in text
+    assert len(text.splitlines()) <= 24
+    assert words == ["fit"] or {"sweep", "plan", "hello"} <= set(re.findall(r"[\w-]+", text))
+
+
 def test_a_users_command_is_in_the_help_and_runs(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["--help-all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "hello greet someone" in [" ".join(line.split()) for line in lines]
     assert "  dlo hello --name Ada" in lines
@@ -76,7 +89,7 @@ def test_a_users_command_is_in_the_help_and_runs(pack: Path, capsys: pytest.Capt
 
 def test_the_help_imports_no_command_and_names_what_is_missing(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Reading the docstring of a module that fails to import, and of one that is gone."""
-    assert main(["--help"]) == 0
+    assert main(["--help-all"]) == 0
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "broken break" in lines
