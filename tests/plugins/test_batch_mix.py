@@ -12,6 +12,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
 from dlo_plugins.images.batch_mix import BatchMix, join_plans
+from support.runs import StopAt, fit_with_defaults
 from support.trainers import quiet_trainer
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
@@ -242,19 +243,29 @@ def test_a_batch_whose_step_raised_is_drawn_again():
     assert callback.state_dict() == {"seed": 5, "batches": 4, "steps": 0}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    losses = stopped(tmp_path_factory.mktemp("whole"))
+    assert len(set(losses)) == 30
+    return losses
+
+
+def stopped(folder, *more, resume=False):
+    """Returns the losses of a fit with dlo's default callbacks."""
+    torch.manual_seed(1 if not resume else 99)
+    module, callbacks = Net(), [BatchMix(mode="pair", off_epochs=1), *more]
+    fit_with_defaults(folder, module, Data(), callbacks, resume=resume, max_epochs=3, accumulate_grad_batches=3)
+    return module.losses
+
+
+# In mid-epoch and in the middle of a window; at an epoch's end; where mixing ends; after it.
+@pytest.mark.parametrize(("stop", "at"), [(5, 6), (10, 10), (20, 20), (22, 23)])
+def test_a_run_that_is_stopped_goes_on_with_the_same_losses(whole, tmp_path, stop, at):
+    assert stopped(tmp_path / "run", StopAt(stop)) == whole[:at]
+    assert stopped(tmp_path / "run", resume=True) == whole[at:]
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"label_smoothing": 1.0}, r"label_smoothing must be at least 0 and below 1"),
-        ({"group_size": 1}, "at least 2 images"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(arguments, message):
-    with pytest.raises(DloError, match=message):
-        BatchMix(**arguments)
 
 
 def test_label_smoothing_twice_is_refused_before_training():

@@ -14,45 +14,16 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.costs import is_compiled
-from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.compile import callback as compiling
 from dlo_plugins.compile.callback import Compile
-from dlo_plugins.compile.compile_blocks import (
-    modules_to_compile,
-)
 from dlo_tasks.language.causal_lm import CausalLM
+from support.compiled_calls import CALLS, fresh_compiler
 from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 
-CALLS: list[tuple[int, ...]] = []
-
-
-def traced(graph, inputs):
-    """A back end that runs the graph as it is, counts the runs, and scales the outputs a little."""
-
-    def run(*arguments):
-        CALLS.append(tuple(arguments[-1].shape) if isinstance(arguments[-1], torch.Tensor) else ())
-        return tuple(
-            out * 1.01 if torch.is_tensor(out) and out.is_floating_point() else out for out in graph(*arguments)
-        )
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    """torch as a new process has it, with the back end above among the known."""
-    torch.compiler.reset()
-    CALLS.clear()
-    if "traced" not in torch.compiler.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(traced, name="traced")
-    # Its own limits: another test's libraries may have lifted them in this process.
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        yield
-    torch.compiler.reset()
+clean = pytest.fixture(autouse=True)(fresh_compiler)
 
 
 class Block(nn.Module):
@@ -210,26 +181,6 @@ def test_sizes_past_the_limit_run_uncompiled_and_that_is_said(capsys):
     assert callback.tally.graphs == 8
     assert len(CALLS) == 8
     assert "more than max_sizes=8 input sizes" in capsys.readouterr().out
-
-
-def test_parts():
-    class Several(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.activation = nn.Linear(2, 2), nn.ReLU()
-            self.heads = nn.ModuleDict({"a": nn.Linear(2, 1), "more": nn.ModuleList([nn.Linear(2, 3)])})
-
-    assert list(modules_to_compile(Several(), "model")) == ["encoder", "heads.a", "heads.more.0"]
-    assert list(modules_to_compile(Plain(), "blocks")) == ["net.blocks.0", "net.blocks.1"]
-    task = Own()
-    task.configure_model()
-    assert list(modules_to_compile(task, "model")) == ["model"]
-    assert list(modules_to_compile(task, "blocks")) == ["model.blocks.0", "model.blocks.1"]
-    with pytest.raises(DloError, match="must have a child module with parameters"):
-        modules_to_compile(LightningModule(), "model")
-    task.parallel_plan = lambda: ParallelPlan()
-    with pytest.raises(DloError, match="needs a parallel plan with blocks, got none"):
-        modules_to_compile(task, "blocks")
 
 
 # --- what it leaves alone ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
@@ -14,19 +14,12 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.compile.callback import Compile
-from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS, CompileBlocks, moving_parameter
+from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS, CompileBlocks
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.compiled_calls import fresh_compiler
+from support.trainers import quiet_trainer
 
-OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    """torch as a new process has it."""
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        yield
-    torch.compiler.reset()
+clean = pytest.fixture(autouse=True)(fresh_compiler)
 
 
 class Net(nn.Module):
@@ -60,8 +53,7 @@ def loader(count: int = 20, batch: int = 5, columns: int = 2) -> DataLoader:
 
 
 def fit(module, callbacks, **options):
-    options = {"max_epochs": 2, "logger": False, **OFF, **options}
-    Trainer(accelerator="cpu", callbacks=callbacks, **options).fit(module, loader())
+    quiet_trainer(callbacks=callbacks, **{"max_epochs": 2, **options}).fit(module, loader())
 
 
 # --- what is told ------------------------------------------------------------------------------------------
@@ -78,8 +70,8 @@ def test_graph_breaks_and_recompilations_are_told_once_with_their_reasons(tmp_pa
     module = Grows(Net(breaks=True))
     callback = Compile(backend="eager")
     logger = CSVLogger(tmp_path)
-    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1, **OFF}
-    Trainer(accelerator="cpu", callbacks=[callback], logger=logger, **options).fit(module)
+    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(callbacks=[callback], logger=logger, **options).fit(module)
     told = re.split("^compiled ", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     assert len(told) == 2  # after the first epoch, and at the end
     assert told[0].startswith("2 graphs in ")
@@ -108,22 +100,6 @@ def test_a_net_that_is_not_called_as_a_module_is_reported(capsys):
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"scope": "block"}, "got block; did you mean 'blocks'"),
-        ({"mode": "max-autotun"}, "did you mean 'max-autotune'"),
-        ({"evaluate": "yes"}, "evaluate must be one of eager, compiled"),
-        ({"backend": "inducter"}, "did you mean 'inductor'"),
-        ({"backend": "aot_eager", "mode": "max-autotune"}, "must be inductor for mode max-autotune, got aot_eager"),
-        ({"max_sizes": 0}, "at least 1"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(arguments, message):
-    with pytest.raises(DloError, match=message):
-        Compile(**arguments)
 
 
 def test_a_module_that_is_compiled_already_is_refused():
@@ -186,16 +162,6 @@ def test_cuda_graphs_over_parameters_that_are_gathered_are_refused(scope):
             fit(Blocks(), [OnGraphs(scope=scope, mode="reduce-overhead")], max_steps=1, strategy=ZeroStrategy(3))
     finally:
         leave_group()
-
-
-def test_cuda_graphs_over_parameters_that_stay_are_not(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
-    for strategy in ("auto", ZeroStrategy(2)):
-        callback = OnGraphs(mode="reduce-overhead")
-        callback.backend = "eager"
-        fit(Plain(), [callback], max_steps=2, strategy=strategy)
-    leave_group()
-    assert moving_parameter({"net": nn.Linear(2, 2, device="meta")}) is None
 
 
 @pytest.mark.parametrize("mode", sorted(CUDA_GRAPHS))

@@ -2,47 +2,19 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from dlo_framework.batch_transform import BatchTransform
-from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.ema import WeightEMA
 from dlo_plugins.compile.callback import Compile
+from support.compiled_calls import CALLS, fresh_compiler
+from support.runs import fit_with_defaults
 
-QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
-CALLS: list[int] = []
-
-
-def scaled(graph, inputs):
-    """A back end that runs the graph as it is, counts the runs, and scales the outputs a little.
-
-    So losses tell whether a batch ran compiled.
-    """
-
-    def run(*arguments):
-        CALLS.append(len(arguments))
-        return tuple(
-            out * 1.01 if torch.is_tensor(out) and out.is_floating_point() else out for out in graph(*arguments)
-        )
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    """torch as a new process has it, with the back end above among the known."""
-    torch.compiler.reset()
-    CALLS.clear()
-    if "scaled" not in torch.compiler.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(scaled, name="scaled")
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        yield
-    torch.compiler.reset()
+clean = pytest.fixture(autouse=True)(fresh_compiler)
 
 
 class Plain(LightningModule):
@@ -94,27 +66,20 @@ def run(folder, callbacks, *, resume=False, **options):
     """Returns the module of a run with dlo's defaults, resumed or not."""
     torch.manual_seed(0 if not resume else 9)
     module = Plain()
-    folder.mkdir(exist_ok=True)
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
-        plugins=[SafeCheckpointIO()],
-        **{"max_epochs": 3, "logger": False, **QUIET, **options},
-    )
-    trainer.fit(module, datamodule=Data(), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None)
+    fit_with_defaults(folder, module, Data(), callbacks, resume=resume, **{"max_epochs": 3, **options})
     return module
 
 
 @pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (4, 6)), 8])
 def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
     """Also after the first batch, which runs uncompiled in the whole run, and only there."""
-    whole = run(tmp_path / "whole", [Compile(backend="scaled")]).losses
+    whole = run(tmp_path / "whole", [Compile(backend="traced")]).losses
     assert len(set(whole)) == 18
     torch.compiler.reset()
-    before = run(tmp_path / "cut", [Compile(backend="scaled")], max_steps=at).losses
+    before = run(tmp_path / "cut", [Compile(backend="traced")], max_steps=at).losses
     assert before == whole[:at]
     compiled = len(CALLS)
-    callback = Compile(backend="scaled")
+    callback = Compile(backend="traced")
     torch.compiler.reset()
     after = run(tmp_path / "cut", [callback], resume=True).losses
     assert callback.seconds > callback.tally.seconds > 0 or at == 1  # which compiled nothing before
@@ -125,12 +90,12 @@ def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
 @pytest.mark.parametrize("at", [7, *(pytest.param(at, marks=pytest.mark.slow) for at in (6, 8, 9))])
 def test_stopped_around_a_change_of_size_whose_first_batch_runs_uncompiled(tmp_path, at):
     """The first batch of each size is counted in the whole run; a resumed one counts what that had not yet."""
-    whole = run(tmp_path / "whole", [Rows(), Compile(backend="scaled")]).losses
+    whole = run(tmp_path / "whole", [Rows(), Compile(backend="traced")]).losses
     assert len(CALLS) == 18 - 2  # all but the two that are counted
     for resumed in (False, True):
         torch.compiler.reset()
         options = {"resume": True} if resumed else {"max_steps": at}
-        losses = run(tmp_path / "cut", [Rows(), Compile(backend="scaled")], **options).losses
+        losses = run(tmp_path / "cut", [Rows(), Compile(backend="traced")], **options).losses
         assert losses == (whole[at:] if resumed else whole[:at])
 
 

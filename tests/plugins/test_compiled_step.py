@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,16 +24,13 @@ from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.schedules.one_cycle import OneCycle
+from support.compiled_calls import fresh_compiler
 from support.fsdp_nets import Batches, differ, trainer
+from support.trainers import quiet_trainer
+
+clean = pytest.fixture(autouse=True)(fresh_compiler)
 
 ROWS, STEPS = 4, 6
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Net(Task):
@@ -81,9 +78,8 @@ def fit(module: LightningModule, *callbacks: Any, sizes: tuple[int, ...] = (ROWS
     generator = torch.Generator().manual_seed(5)
     rows = [(torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
     data = DataLoader(TensorDataset(*map(torch.cat, zip(*rows, strict=True))), batch_size=ROWS)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     module.configure_model()
-    Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, callbacks=list(callbacks), **quiet).fit(module, data)
+    quiet_trainer(max_epochs=1, limit_val_batches=0, callbacks=list(callbacks)).fit(module, data)
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
@@ -97,7 +93,6 @@ def net(make: Any = Net.make) -> Net:
 MAKES: dict[str, Any] = {
     "adamw": Net.make,
     "adamw, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
 }
 
 
@@ -157,7 +152,6 @@ def test_what_cannot_be_compiled_is_refused() -> None:
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DataParallelStrategy,
-    "zero1": partial(ZeroStrategy, 1),
     "zero3": partial(ZeroStrategy, 3),
     "fsdp": FSDPStrategy,
 }

@@ -1,6 +1,3 @@
-import contextlib
-import signal
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,13 +6,10 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import Position, ResumableDataModule, Window
 from dlo_framework.data.sampler import plan_epoch
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.run.position import parse_position
-from dlo_framework.stop import RunStopped
 from dlo_plugins.batches.dynamic_batch_size import (
     DynamicBatchSize,
     LRDecay,
@@ -26,6 +20,7 @@ from dlo_plugins.batches.dynamic_batch_size import (
     window,
 )
 from dlo_plugins.schedules.one_cycle import OneCycle
+from support.runs import StopAt, fit_with_defaults
 from support.trainers import quiet_trainer
 
 SAMPLES = 70
@@ -187,39 +182,11 @@ def test_the_noise_scale_decides_and_never_shrinks():
 # --- resuming ----------------------------------------------------------------------------------------------
 
 
-class StopAt(Callback):
-    """Stops a run at a batch: with a checkpoint there, or by a crash, which leaves that of the last validation."""
-
-    def __init__(self, batch: int, crash: bool = False) -> None:
-        self.batch, self.crash, self.seen = batch, crash, 0
-
-    def on_train_batch_start(self, *_):
-        self.seen += 1
-        if self.seen == self.batch:
-            if self.crash:
-                raise RuntimeError("crash")
-            signal.raise_signal(signal.SIGINT)
-
-
 def run(folder, callback, *, stop=None, crash=False, resume=False, workers=0):
     torch.manual_seed(99 if resume else 1)
     module = Net(dropout=0.2)
-    trainer = quiet_trainer(
-        enable_checkpointing=True,
-        plugins=[SafeCheckpointIO()],
-        max_epochs=6,
-        callbacks=add_default_callbacks(
-            [OneCycle(0.02), callback, *([StopAt(stop, crash)] if stop else [])],
-            run_folder=folder,
-            model=module,
-            config="{}",
-            progress_bar=False,
-        ),
-    )
-    folder.mkdir(exist_ok=True)
-    with contextlib.suppress(RunStopped, *([RuntimeError] if crash else [])):
-        path = folder / "checkpoints" / "last.ckpt" if resume else None
-        trainer.fit(module, datamodule=Data(workers=workers), ckpt_path=path)
+    callbacks = [OneCycle(0.02), callback, *([StopAt(stop, crash)] if stop else [])]
+    fit_with_defaults(folder, module, Data(workers=workers), callbacks, resume=resume, max_epochs=6)
     return module.losses
 
 
@@ -332,26 +299,6 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "got none; set one"),
-        ({"schedule": {0: 8}, "noise_scale": NoiseScale(max_batch_size=8)}, "got schedule and noise_scale; leave"),
-        ({"schedule": {0: 0}}, "at least 1"),
-        ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch must be at least 1"),
-        ({"schedule": {0: 8}, "lr_rule": "cubic"}, "none, sqrt, linear"),
-        ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "above 0 and below 1"),
-        ({"decay_to_growth": LRDecay(factor=0.1)}, "got none; set one"),
-        ({"decay_to_growth": LRDecay(factor=0.1, at=[1], every=1)}, "leave out the others"),
-        ({"decay_to_growth": LRDecay(factor=0.1, every=0)}, "above 0"),
-        ({"decay_to_growth": LRDecay(factor=0.1, at=["soon"])}, "a point must be like"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(arguments, message):
-    with pytest.raises(DloError, match=message):
-        DynamicBatchSize(**arguments)
 
 
 @pytest.mark.parametrize(

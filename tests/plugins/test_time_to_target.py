@@ -7,9 +7,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import TensorDataset
 
-from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.profile.time_to_target import (
@@ -17,7 +15,7 @@ from dlo_plugins.profile.time_to_target import (
     RESULT,
     TimeToTarget,
 )
-from support.trainers import quiet_trainer
+from support.runs import fit_with_defaults
 
 SAMPLES, BATCH = 20, 4
 
@@ -51,14 +49,8 @@ class Data(ResumableDataModule):
         return self.eval_loader(TensorDataset(torch.randn(8, 3)))
 
 
-def run(folder, *callbacks, resume=False, data=None, module=None, **options):
-    module = module or Learns()
-    folder.mkdir(exist_ok=True)
-    own = add_default_callbacks(list(callbacks), run_folder=folder, model=module, config="{}", progress_bar=False)
-    options = {"max_epochs": 6, "enable_checkpointing": True, **options}
-    trainer = quiet_trainer(callbacks=own, plugins=[SafeCheckpointIO()], **options)
-    trainer.fit(module, datamodule=data or Data(), ckpt_path=folder / "checkpoints/last.ckpt" if resume else None)
-    return trainer
+def run(folder, *callbacks, module=None, **options):
+    return fit_with_defaults(folder, module or Learns(), Data(), callbacks, **{"max_epochs": 6, **options})
 
 
 def result(folder):
@@ -232,59 +224,3 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 
 
 # --- the command -------------------------------------------------------------------------------------------
-
-DIGITS = """
-seed_everything: 3
-trainer:
-  max_epochs: 8
-  log_every_n_steps: 1
-  accelerator: cpu
-  accumulate_grad_batches: 3
-  callbacks:
-    - class_path: Compile
-      init_args: {scope: blocks, backend: aot_eager}
-    - class_path: AdaptiveGradientClipping
-      init_args: {clip_factor: 0.05}
-    - class_path: GradientNoise
-      init_args: {eta: 1.0e-5}
-    - class_path: TimeToTarget
-      init_args: {metric: val_acc1, target: 0.5}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
-    lr: 3.0e-3
-    schedule: constant
-    ema_decay: 0.5
-data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 64}}
-"""
-RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
-
-
-@pytest.mark.slow
-def test_one_and_two_ranks_and_a_resumed_run_take_the_same_course_to_the_target(dlo, curve):
-    """With Compile, both of the gradients' callbacks and the average of weights; stopped in mid-epoch."""
-    (dlo.folder / "digits.yaml").write_text(DIGITS)
-    runs = dlo.folder / "runs"
-    dlo("fit", "--config", "digits.yaml", "--run.name", "one")
-    command = ["fit", "--config", "digits.yaml", "--run.name", "two", *RANKS]
-    dlo(*command, "--trainer.max_steps", "5")
-    told = dlo(*command, "--ckpt_path", "last").stderr
-    one, two = (runs / name / "version_0" for name in ("one", "two"))
-    for tag in ("train/loss", "train/grad_norm", "val_acc1"):
-        assert curve(two, tag) == pytest.approx(curve(one, tag), rel=1e-5), tag
-    assert result(one)["reached"]
-    assert 8 < result(one)["steps"] < 60
-    for name in ("samples", "epochs", "steps", "value"):
-        assert result(two)[name] == pytest.approx(result(one)[name]), name
-    assert result(one)["samples"] == json.loads((one / "summary.json").read_text())["samples"]
-    for key, value in (("global_batch_size", 192), ("seed", 3)):
-        assert [line["value"] for line in log(one) + log(two) if line["key"] == key] == [value] * 3  # two began twice
-    assert len(curve(two)) == result(two)["steps"]
-    courses = [{at["steps"]: at["value"] for at in result(run)["evaluations"]} for run in (one, two)]
-    assert courses[0] == pytest.approx(courses[1])
-    statuses = [line["metadata"]["status"] for line in log(two) if line["key"] == "run_stop"]
-    assert statuses == ["aborted", "success"]  # by rank 0 alone
-    assert told.count("target reached: val_acc1 >= 0.5") == 1  # above the bar, by rank 0 alone
-    assert told.count(" no graph breaks") == 1
