@@ -12,9 +12,7 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
@@ -33,6 +31,7 @@ from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.parallel.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
 from dlo_plugins.parallel.user_code import JointGradients
 from dlo_plugins.prune.layers import last_linear, match_or_last
+from support.runs import fit_with_defaults
 from support.trainers import quiet_trainer
 
 SHAPES = [(8, 3, 3, 3), (8, 1, 3, 3), (5, 8), (8,), (1, 4, 6), (1,), ()]
@@ -68,22 +67,6 @@ def test_the_variance_of_the_noise_is_the_papers():
     add_noise_({"weight": drawn}, 0.25, seed=1, step=7)
     assert float(drawn.mean()) == pytest.approx(0, abs=0.003)
     assert float(drawn.std()) == pytest.approx(0.25, rel=0.01)
-
-
-def test_the_noise_follows_from_seed_and_step_alone():
-    def noise(seed: int, step: int) -> torch.Tensor:
-        drawn = {"one": torch.zeros(3, 4), "two": torch.zeros(50), "three": torch.zeros(())}
-        add_noise_(drawn, 1.0, seed, step)
-        return torch.cat([one.flatten() for one in drawn.values()])
-
-    state = torch.get_rng_state()
-    first = noise(1, 2)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(99)
-    assert torch.equal(noise(1, 2), first)
-    for other in (noise(1, 3), noise(2, 2), noise(2, 1)):
-        assert not torch.isclose(other, first).any()
-    assert len(first.unique()) == len(first)  # no two parameters have the same
 
 
 # --- in a run ----------------------------------------------------------------------------------------------
@@ -123,11 +106,7 @@ class Net(LightningModule):
 def run(folder, callbacks, *, resume=False, **options):
     module = Net()
     torch.manual_seed(1 if not resume else 77)
-    folder.mkdir(exist_ok=True)
-    callbacks = add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False)
-    options = {"max_epochs": 3, "enable_checkpointing": True, **options}
-    trainer = quiet_trainer(callbacks=callbacks, plugins=[SafeCheckpointIO()], **options)
-    trainer.fit(module, datamodule=Data(), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None)
+    fit_with_defaults(folder, module, Data(), callbacks, resume=resume, **{"max_epochs": 3, **options})
     return module
 
 
@@ -242,20 +221,6 @@ def test_the_parallel_plan_tells_the_head():
     assert last_linear(Own(planned=True)) == "model.out"
     assert last_linear(Own(planned=False)) == "model.b"
     assert last_linear(LightningModule()) is None
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: AdaptiveGradientClipping(0.0), "clip_factor must be above 0"),
-        (lambda: GradientNoise(-0.1), "eta must be at least 0"),
-        (lambda: SkipSpikes(1.0), "threshold must be above 1"),
-        (lambda: SkipSpikes(window=1), "window must be at least 2"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(make, message):
-    with pytest.raises(DloError, match=message):
-        make()
 
 
 def test_lightnings_strategies_of_flat_tensors_are_refused():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dlo_framework.errors import DloError
 from dlo_plugins.curriculum.difficulty_order import DifficultyOrder, competence, paced_order, read_scores, token_rarity
 from support.curricula_runs import check_resume, fit, images, prepare_texts, refusal, seeded, texts
 
@@ -106,22 +105,6 @@ def test_scores_of_a_file_order_images_and_a_resume_is_exact(tmp_path):
     seeded()
     plain, _ = fit(tmp_path, images(), "auto", 1, [], batches=8)
     assert plain != whole
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DifficultyOrder(), "exactly one of scores and metric must be set"),
-        (lambda: DifficultyOrder("x", "rarity"), "exactly one of scores and metric must be set, got "),
-        (lambda: DifficultyOrder(metric="length"), "metric must be one of rarity, targets, got length"),
-        (lambda: DifficultyOrder(metric="rarity", start=0), "start must be above 0 and at most 1, got 0"),
-        (lambda: DifficultyOrder(metric="rarity", growth="log"), "growth must be one of root, linear, got log"),
-        (lambda: DifficultyOrder(metric="rarity", until=0), "until must be above 0, got 0"),
-    ],
-)
-def test_a_wrong_value_is_refused(make, message):
-    with pytest.raises(DloError, match=message):
-        make()
 
 
 def test_runs_that_do_not_fit_are_refused(folder, tmp_path):

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from dlo_framework.errors import DloError
 from dlo_framework.testing.record import Recorder
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.curriculum.block_schedule import handle_calls
@@ -95,44 +94,9 @@ def test_the_output_is_that_of_the_formula(tmp_path):
     assert "_dlo_block_chain" not in block.__dict__
 
 
-def test_handlers_of_several_callbacks_are_nested():
-    block, calls = nn.Linear(2, 2), []
-
-    def handler(name: str) -> Any:
-        def call(inner: Any, args: Any, kwargs: Any) -> Any:
-            calls.append(name)
-            return inner(*args, **kwargs)
-
-        return call
-
-    removers = [handle_calls(block, handler(name), order) for name, order in (("b", 2), ("a", 1), ("c", 3))]
-    block(torch.zeros(1, 2))
-    assert calls == ["a", "b", "c"]
-    removers[0]()
-    block(torch.zeros(1, 2))
-    assert calls[3:] == ["a", "c"]
-    removers[1]()
-    removers[2]()
-    assert type(block) is nn.Linear
-
-
 def test_a_resume_in_the_middle_of_a_step_draws_the_same(tmp_path: Path):
     make = lambda: LayerDrop(theta=0.2, rate=20, seed=5)
     check_resume(tmp_path, make, images, batches=8, accumulate_grad_batches=2)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LayerDrop(theta=0), "theta must be above 0 and at most 1, got 0"),
-        (lambda: StochasticDepthSchedule(start=1.0), "start and end must be at least 0 and differ, got 1.0 and 1.0"),
-        (lambda: StochasticDepthSchedule(until=0), "until must be above 0 and at most 1, got 0"),
-        (lambda: StochasticDepthSchedule(stages=1), "stages must be at least 2, got 1"),
-    ],
-)
-def test_a_wrong_value_is_refused(make, message):
-    with pytest.raises(DloError, match=message):
-        make()
 
 
 @pytest.mark.parametrize(

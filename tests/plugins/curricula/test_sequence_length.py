@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dlo_framework.errors import DloError
 from dlo_plugins.curriculum.sequence_length import (
     SequenceLength,
     split_rows,
@@ -116,25 +115,6 @@ def test_mixed_lengths_are_drawn_for_each_step():
 def test_a_run_resumes_in_the_middle_of_a_step(folder, tmp_path):
     make = lambda: SequenceLength(lengths={0: [8, 16], "60%": 32})
     check_resume(tmp_path, make, lambda: texts(folder), batches=8, accumulate_grad_batches=2, epochs=1)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SequenceLength(), "exactly one of start and lengths must be set"),
-        (lambda: SequenceLength(8, lengths={0: 8}), "exactly one of start and lengths must be set, got "),
-        (lambda: SequenceLength(8, method="mask"), "method must be one of split, truncate, got mask"),
-        (lambda: SequenceLength(4), "a length must be at least 8, the multiple, got 4"),
-        (lambda: SequenceLength(lengths={"10%": 8}), "lengths must have the first length of the run under 0"),
-        (lambda: SequenceLength(lengths={0: []}), "a list of lengths must not be empty"),
-        (lambda: SequenceLength(8, until="9 samples"), "until must be in epochs or percent, got"),
-        (lambda: SequenceLength(8, until=0), "until must be above 0, got 0"),
-        (lambda: SequenceLength(8, multiple=0), "multiple must be at least 1, got 0"),
-    ],
-)
-def test_a_wrong_value_is_refused(make, message):
-    with pytest.raises(DloError, match=message):
-        make()
 
 
 def test_runs_that_do_not_fit_are_refused(folder, tmp_path):

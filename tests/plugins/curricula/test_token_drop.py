@@ -131,19 +131,6 @@ def test_a_run_resumes_exactly(folder, tmp_path):
     check_resume(tmp_path, TokenDrop, lambda: texts(folder), batches=8, accumulate_grad_batches=2, epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TokenDrop(1.0), "start must be above 0 and below 1, got 1.0"),
-        (lambda: TokenDrop(multiple=0), "multiple must be at least 1, got 0"),
-        (lambda: TokenDrop(until="9 samples"), "until must be in epochs or percent, got '9 samples'"),
-    ],
-)
-def test_a_wrong_value_is_refused(make, message):
-    with pytest.raises(DloError, match=message):
-        make()
-
-
 def test_models_that_do_not_fit_are_refused(tmp_path):
     two = {"depth": 2}
     text = refusal(lambda: fit(tmp_path, images(model_args=two), "auto", 1, [TokenDrop()]))
