@@ -71,16 +71,6 @@ def test_equal_values_in_both_places_pass_and_other_ones_name_both():
     assert merge_options({"stage": 2}, {"zero_optimization": {"stage": "auto"}})["zero_optimization"]["stage"] == 2
 
 
-def test_two_options_that_say_the_same_must_agree():
-    options = {
-        "partition_activations": True,
-        "activation_checkpointing": {"partition_activations": True, "profile": True},
-    }
-    assert merge_options(options)["activation_checkpointing"] == {"partition_activations": True, "profile": True}
-    options["partition_activations"] = False
-    assert "from partition_activations and True from activation_checkpointing" in refused(options)
-
-
 def test_an_nvme_path_that_nothing_uses_is_refused():
     assert "must be unset without offload to NVMe" in refused({"stage": 3, "nvme_path": "/disk"})
     assert "must be a folder" in refused({"stage": 3, "offload_parameters": "nvme"})

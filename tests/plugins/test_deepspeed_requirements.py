@@ -102,18 +102,6 @@ def test_deepspeeds_cpu_optimizer_is_torchs():
         merge_options({"stage": 2, "offload_optimizer": "cpu"}, {"zero_force_ds_cpu_optimizer": True})
 
 
-def test_what_is_switched_off_is_no_conflict():
-    off = {
-        "autotuning": {"enabled": False},
-        "tensor_parallel": {"autotp_size": 1},
-        "zero_optimization": {"stage": 1, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1},
-        "data_efficiency": {"enabled": False, "data_sampling": {"enabled": False}},
-        "hybrid_engine": {"enabled": False},
-        "zero_force_ds_cpu_optimizer": True,
-    }
-    available({}, off)
-
-
 # --- the machine -------------------------------------------------------------------------------------------
 
 
@@ -159,20 +147,6 @@ def test_without_a_compiler_that_is_what_is_missing(tmp_path, nothing_built, mon
     message = refusal({"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)})
     assert "compiles async_io on first use, which needs no-such-compiler" in message
     assert "DS_BUILD_AIO=1 pip install" in message
-
-
-def test_a_build_to_come_is_told_with_its_length(tmp_path, nothing_built, has_libaio, monkeypatch):
-    told = []
-    monkeypatch.setattr(machine_requirements, "rank_zero_info", told.append)
-    options = {"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
-    available(options)
-    assert "compiles pin_memory and async_io, which takes minutes, once per machine" in told[0]
-    assert "DS_BUILD_PIN_MEMORY=1 DS_BUILD_AIO=1 pip install" in told[0]
-    for op in (PIN_MEMORY, ASYNC_IO):
-        (nothing_built / op.name).mkdir(parents=True, exist_ok=True)
-        (nothing_built / op.name / f"{op.name}.so").write_text("")
-    available(options)
-    assert len(told) == 1
 
 
 def test_operators_are_named_as_deepspeed_names_them():

@@ -5,7 +5,7 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.config import merge_options
-from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
+from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, make_optimizer_args
 
 STEPS = 60
 
@@ -98,25 +98,6 @@ def test_auto_is_filled_from_the_run():
     assert build_scheduler(config, adam(), 50, 0).arguments["warmup_num_steps"] == 1  # DeepSpeed has none shorter.
 
 
-class Run:
-    """The part of a trainer that knows lengths."""
-
-    estimated_stepping_batches, num_training_batches, accumulate_grad_batches = 40, 20, 2
-
-
-@pytest.mark.parametrize(
-    ("own", "steps"),
-    [({}, 0), ({"warmup_steps": 7, "warmup_epochs": 3.0}, 7), ({"warmup_steps": None, "warmup_epochs": 1.5}, 15)],
-)
-def test_the_lengths_of_a_run_are_asked_for_where_the_json_leaves_them_open(own, steps):
-    task = type("Task", (), own)()
-    params = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
-    config = merge_options({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
-    assert compute_lengths(config, task, Run()) == {"total_steps": 40, "warmup_steps": steps}
-    given_both = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}}
-    assert compute_lengths(merge_options({}, given_both), task, None) == {}
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -138,12 +119,6 @@ def test_a_schedule_that_is_not_one_is_refused(section, message):
     assert message in str(caught.value)
 
 
-def test_a_value_for_each_group_asks_for_as_many_groups():
-    config = merge_options({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}})
-    with pytest.raises(DloError, match="1 parameter groups, got 2 values"):
-        build_scheduler(config, adam())
-
-
 # --- the optimizer -----------------------------------------------------------------------------------------
 
 
@@ -162,16 +137,6 @@ def test_defaults_are_those_of_the_class_that_deepspeed_takes():
     """FusedAdam and CPUAdam decay nothing by default; torch's AdamW by 0.01."""
     assert made({"type": "AdamW"})[1] == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert made({"type": "AdamW", "params": {"torch_adam": True, "lr": 0.1}})[1] == {"lr": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("name", "cls"), [("SGD", "SGD"), ("sgd", "SGD"), ("Adagrad", "Adagrad"), ("RMSprop", "RMSprop"), ("Lion", "Lion")]
-)
-def test_others_are_torchs_or_timms(name, cls):
-    kind, arguments = made({"type": name, "params": {"lr": 0.5}})
-    assert kind.__name__ == cls
-    optimizer = kind([torch.nn.Parameter(torch.zeros(3))], **arguments)
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_lion_steps_as_its_paper_says():

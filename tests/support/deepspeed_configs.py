@@ -104,32 +104,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True},
     },
-    "profilers and monitors": {
-        "train_batch_size": 16,
+    "a profiler and a momentum": {
+        "train_batch_size": 8,
         "flops_profiler": {"enabled": True, "profile_step": 5, "module_depth": -1, "top_modules": 3, "detailed": True},
-        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
-        "tensorboard": {"enabled": True, "output_path": "logs/", "job_name": "tuning"},
-        "csv_monitor": {"enabled": True, "output_path": "csv/", "job_name": "tuning"},
-        "activation_checkpointing": {
-            "partition_activations": True,
-            "cpu_checkpointing": True,
-            "contiguous_memory_optimization": False,
-            "number_checkpoints": None,
-            "synchronize_checkpoint_boundary": False,
-            "profile": False,
-        },
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
         "communication_data_type": "fp32",
         "zero_optimization": {"stage": 1, "zero_hpz_partition_size": 1},
-        "dump_state": False,
-    },
-    "one cycle with a momentum": {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
-        "scheduler": {
-            "type": "OneCycle",
-            "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 20},
-        },
-        "zero_optimization": {"stage": 0},
     },
     "nothing at all": {},
 }
