@@ -108,29 +108,6 @@ def test_a_checkpoint_of_another_model(refused):
     assert re.search(r"\.\.\.\) unexpected, \d+ \(model\.blocks\.0\..*, \.\.\.\) of another shape", message)
 
 
-def test_keys_and_classes_of_loggers(refused):
-    Path("own_logger.py").write_text(
-        "from lightning.pytorch.loggers import CSVLogger\n"
-        "class OwnLogger(CSVLogger):\n"
-        "    def __init__(self, save_dir: str, colour: str = 'red'): super().__init__(save_dir)\n"
-    )
-    options = ["fit", "--config", "train.yaml", "--plugins", "[./own_logger.py]", "--config"]
-
-    def message(logger: str) -> str:
-        Path("logger.yaml").write_text(f"trainer: {{logger: {logger}}}\n")
-        return refused(*options, "logger.yaml")
-
-    assert (
-        "logger.yaml: unknown key 'trainer.logger.init_args.color' of OwnLogger; did you mean 'colour'? it takes:"
-        " save_dir, colour" in message("{class_path: OwnLogger, init_args: {color: blue}}")
-    )
-    assert "of CSVLogger; did you mean 'save_dir'?" in message("[{class_path: CSVLogger, init_args: {save_dr: x}}]")
-    found = message("{class_path: OwnLoger}")
-    assert "unknown logger 'OwnLoger'; did you mean 'OwnLogger'? available: " in found
-    assert "CSVLogger" in found
-    assert "'OneCycle' is a callback plug-in, not a logger; available: " in message("{class_path: OneCycle}")
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -213,22 +190,6 @@ def test_a_run_does_not_go_on_from_weights_alone(refused):
     torch.save({"state_dict": {}, "global_step": 3, "epoch": 0}, "weights.ckpt")
     message = refused("fit", "--config", "train.yaml", "--ckpt_path", "weights.ckpt")
     assert "got weights.ckpt with weights only" in message
-
-
-def test_no_space_in_the_run_folder(refused, tmp_path):
-    """A real file system of 1 MB where this user may mount one; the check's own test fakes a full one everywhere."""
-    full = tmp_path / "full"
-    full.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", full], capture_output=True)
-    if mounted.returncode:
-        (tmp_path / "file").touch()
-        assert "cannot create the run folder" in refused("fit", "--config", "train.yaml", "--run.dir", "file")
-        return
-    try:
-        message = refused("fit", "--config", "train.yaml", "--run.dir", str(full))
-        assert "no space in the run folder: need 16.8 MB, 1.0 MB free" in message
-    finally:
-        subprocess.run(["umount", full], check=True)
 
 
 @pytest.mark.parametrize(

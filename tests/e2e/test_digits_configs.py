@@ -8,7 +8,7 @@ import pytest
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "digits").glob("*.yaml"))
 SMALL = ["--trainer.max_epochs", "2", "--data.init_args.val_fraction", "0.8", "--trainer.limit_val_batches", "2"]
 #: The other recipes start ranks, are compiled, or train several times; what they switch on has tests of its own.
-SHORT = ("dynamic_batch_size", "progressive_resizing", "prune_channels", "sweep")
+SHORT = ("progressive_resizing", "prune_channels")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import subprocess
 
-import pytest
 import yaml
 
 from dlo_framework.cli.main import main
@@ -15,8 +14,6 @@ CONFIG = digits_config(
     "image_size: 16, batch_size: 32",
     "schedule: constant",
 )
-RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
-FINDER = ["--trainer.callbacks", "[{class_path: LRFinder, init_args: {num_steps: 40, min_lr: 1.0e-5}}]"]
 
 
 def report(dlo, name):
@@ -53,27 +50,6 @@ def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
     names = {path.name.partition(".out")[0] for path in folder.rglob("*")}
     assert names == {"config.yaml", "hparams.yaml", "lr_find.json", "lr_find.png", "events"}
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
-
-
-@pytest.mark.slow
-def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
-    """The finder that the config names is the one that sweeps."""
-    (dlo.folder / "small.yaml").write_text(CONFIG)
-    dlo("fit", "--config", "small.yaml", *FINDER, "--run.name", "one")
-    dlo("fit", "--config", "small.yaml", *FINDER, "--run.name", "two", *RANKS)
-    one, two = report(dlo, "one"), report(dlo, "two")
-    assert one["applied"] is True
-    assert two["suggestions"] == pytest.approx(one["suggestions"], rel=1e-5)
-    # Above a rate of 0.03 the last bits of a sum grow to any size, and with them the step at which the sweep stops.
-    swept = [[point for point in found["points"] if point["lr"] < 0.03] for found in (one, two)]
-    assert len(swept[0]) > 20
-    assert [point["lr"] for point in swept[1]] == [point["lr"] for point in swept[0]]
-    assert [point["loss"] for point in swept[1]] == pytest.approx([point["loss"] for point in swept[0]], rel=1e-5)
-    folders = [dlo.folder / "runs" / name / "version_0" for name in ("one", "two")]
-    losses = [curve(folder) for folder in folders]
-    assert len(losses[0]) == 44
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert list(curve(folders[0], "optim/lr").values()) == pytest.approx([one["lr"]] * 44)
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(dlo):

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def small(plugins: str, callback: str) -> str:
     return f"""
@@ -61,6 +63,7 @@ class Toy(LightningModule):
 """
 
 
+@pytest.mark.slow
 def test_any_lightning_module_runs_and_nothing_is_imported_that_it_does_not_need(tmp_path):
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "toy.yaml").write_text("plugins: [./toy.py]\nmodel: Toy\ntrainer: {max_epochs: 2, accelerator: cpu}\n")

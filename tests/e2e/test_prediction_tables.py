@@ -13,7 +13,7 @@ import torch
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.run import runs
-from dlo_framework.watch.predictions import check_output, make_table, write_table
+from dlo_framework.watch.predictions import check_output
 from support.texts import CHATML
 
 CONFIG = """
@@ -53,7 +53,7 @@ def test_a_flat_folder_is_predicted(photos, tmp_path, monkeypatch, capfd):
     Path("bare/classes.txt").write_text("china\nflower\n")
     words = ["predict", "--config", "x.yaml", "--ckpt_path", "last", "--data.predict_folder", "flat"]
     found = {}
-    for form, more in (("pt", []), ("csv", []), ("jsonl", ["--data.root", "bare"]), ("parquet", [])):
+    for form, more in (("pt", []), ("csv", ["--data.root", "bare"]), ("parquet", [])):
         assert main([*words, "--run.predictions", form, *more]) == 0, capfd.readouterr().err
         os.environ.pop(runs.FOUND, None)
         found[form] = Path(f"runs/x/version_0/predictions-last.{form}")
@@ -65,10 +65,8 @@ def test_a_flat_folder_is_predicted(photos, tmp_path, monkeypatch, capfd):
     best = probabilities.argmax(dim=1).tolist()
     assert [row["class"] for row in rows] == [["china", "flower"][number] for number in best]
     assert [float(row["probability"]) for row in rows] == pytest.approx(probabilities.amax(dim=1).tolist(), abs=1e-5)
-    lines = [json.loads(line) for line in found["jsonl"].read_text().splitlines()]
-    assert [{key: str(value) for key, value in line.items()} for line in lines] == rows
     parquet = pytest.importorskip("pyarrow.parquet").read_table(found["parquet"]).to_pylist()
-    assert parquet == lines
+    assert [{key: str(value) for key, value in row.items()} for row in parquet] == rows
     Path("empty").mkdir()
     for folder, message in (("empty", "must have images"), ("none", "no such folder; set it to one")):
         assert main([*words[:-1], folder]) == 2
@@ -96,7 +94,7 @@ def test_prompts_are_completed_in_a_table(tmp_path, monkeypatch, capfd):
     assert main(["fit", "--config", "x.yaml"]) == 0
     found = {}
     words = ["predict", "--config", "x.yaml", "--ckpt_path", "last"]
-    for form, file in (("pt", "asked"), ("csv", "asked"), ("parquet", "asked"), ("jsonl", "asked"), ("jsonl", "again")):
+    for form, file in (("pt", "asked"), ("csv", "asked"), ("jsonl", "asked"), ("jsonl", "again")):
         os.environ.pop(runs.FOUND, None)
         options = ["--data.predict_files", f"{file}.jsonl", "--run.predictions", form]
         assert main([*words, *options]) == 0, capfd.readouterr().err
@@ -112,8 +110,6 @@ def test_prompts_are_completed_in_a_table(tmp_path, monkeypatch, capfd):
     assert list(csv.DictReader(found["csv", "asked"].open(newline=""))) == [
         {key: str(value) for key, value in row.items()} for row in cells
     ]
-    parquet = pytest.importorskip("pyarrow.parquet").read_table(found["parquet", "asked"]).to_pylist()
-    assert parquet == cells
     again = [json.loads(line) for line in found["jsonl", "again"].read_text().splitlines()]
     assert again == lines, "a table's prompts are read as the file that they are from"
 
@@ -129,19 +125,3 @@ def test_outputs_that_are_no_rows_are_refused():
         check_output(torch.zeros(1, 2), Rows(), "csv")
     with pytest.raises(DloError, match=r"not probabilities \[n, classes\], got jsonl and list; set it to pt"):
         check_output([{"index": 0}], object(), "jsonl")
-
-
-def test_rows_have_the_most_probable_classes(tmp_path):
-    probabilities = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]])
-    rows = make_table(probabilities, ["a.jpg", "b, c.jpg"], ["x", "y", "z"])
-    assert rows[0] == {"name": "a.jpg", "class": "y", "probability": 0.7, "class_2": "z", "probability_2": 0.2} | {
-        "class_3": "x",
-        "probability_3": 0.1,
-    }
-    write_table(rows, tmp_path / "x.csv", "csv")
-    assert (tmp_path / "x.csv").read_text().splitlines()[2] == '"b, c.jpg",x,0.5,z,0.3,y,0.2'
-    assert len(make_table(torch.rand(1, 9), ["a"], [str(n) for n in range(9)])[0]) == 1 + 2 * 5
-    with pytest.raises(DloError, match="a row for each of the 1 samples, got 2; set on_corrupt"):
-        make_table(probabilities, ["a"], ["x", "y", "z"])
-    with pytest.raises(DloError, match="a column for each of the 2 classes of the data, got 3"):
-        make_table(probabilities, ["a", "b"], ["x", "y"])

@@ -74,30 +74,6 @@ def test_a_smaller_model_is_written_trained_and_exported(trained):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_model_of_fewer_channels_is_written_trained_and_exported(tmp_path):
-    import timm
-    from safetensors.torch import load_file
-
-    model = {"model": "resnet50", "model_args": {"layers": [1, 1, 1, 1]}, "log_images": 0}
-    trainer = {**CONFIG["trainer"], "limit_train_batches": 2}
-    config = {**CONFIG, "trainer": trainer, "model": {"class_path": "ImageClassifier", "init_args": model}}
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
-    run(tmp_path, "fit", "--config", "tiny.yaml")
-    out, _ = run(tmp_path, "prune", "--config", "tiny.yaml", "--ckpt_path", "last", "--channels", "50%")
-    assert "channels: 1920 -> 960 in 8 groups of 4 blocks" in out
-    smaller = tmp_path / "runs" / "tiny" / "pruned"
-    args = yaml.safe_load((smaller / "config.yaml").read_text())["model"]["init_args"]["model_args"]
-    assert args == {"layers": [1, 1, 1, 1], "base_width": 32}
-    run(tmp_path, "fit", "--config", str(smaller / "config.yaml"), "--run.name", "again")
-    run(tmp_path, "checkpoint", "export", str(smaller / "pruned.ckpt"), "small.safetensors")
-    loaded = timm.create_model("resnet50", num_classes=10, **args)
-    loaded.load_state_dict(load_file(tmp_path / "small.safetensors"))
-    assert loaded.layer4[0].conv2.in_channels == 256
-    assert f"-> {sum(parameter.numel() for parameter in loaded.parameters()):,}" in out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("more", [(), ("--reinit",)], ids=["", "reinit"])
 def test_a_search_for_tickets_is_resumed_and_reported(trained, more):
     out = f"t{len(more)}"

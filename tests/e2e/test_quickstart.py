@@ -15,9 +15,7 @@ EPOCHS = 3
 
 @pytest.fixture(scope="module")
 def trained(shared_dlo):
-    shared_dlo.fresh = True  # As a user runs it.
     done = shared_dlo("fit", "--config", "quickstart", "--trainer.max_epochs", str(EPOCHS))
-    shared_dlo.fresh = False
     folder = shared_dlo.folder / "runs" / "quickstart" / "version_0"
     return done, folder, json.loads((folder / "summary.json").read_text())
 

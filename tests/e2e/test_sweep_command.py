@@ -107,23 +107,6 @@ def wait_for_report(place: Path, number: int, process: DloProcess | subprocess.P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_workers_share_trials_and_a_killed_one_is_continued(place):
-    process = start(place, "--trials", "4", "--jobs", "2", "--sampler", "random")
-    wait_for_report(place, 1, process)
-    threads = Path(f"/proc/{process.pid}/task").glob("*/children")
-    children = [int(pid) for thread in threads for pid in thread.read_text().split()]
-    os.kill(next(pid for pid in children if b"fit" in Path(f"/proc/{pid}/cmdline").read_bytes()), signal.SIGKILL)
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err[-3000:]
-    assert "its process was ended by signal 9; it is continued" in err
-    folder = place / "runs" / "sweeps" / "tiny"
-    rows = list(csv.DictReader((folder / "trials.csv").open()))
-    assert [row["state"] for row in rows] == ["complete"] * 4
-    assert [len(list((folder / "trials" / f"{n:04d}").glob("version_*"))) for n in range(4)] == [1] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ctrl_c_reaches_a_trial_once_so_that_it_saves(place):
     """A terminal sends the signal to the whole process group, and a run takes a second one as a wish to end at once."""
     words = ["dlo", "sweep", *WORDS, "--trials", "1", "--sampler", "random", "--trainer.max_epochs", "500"]
