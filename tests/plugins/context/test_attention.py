@@ -119,7 +119,7 @@ def _dropout(rank: int, ranks: int, method: str) -> None:
     )
     v.requires_grad_()
     exact = sequence.attention(q, k, v, score, None)
-    mean, runs = torch.zeros_like(exact), 200
+    mean, runs = torch.zeros_like(exact), 80
     for run in range(runs):
         torch.manual_seed(run)  # the same on all ranks
         out = sequence.attention(q, k, v, score, None, dropout=0.3)
@@ -136,7 +136,7 @@ def _dropout(rank: int, ranks: int, method: str) -> None:
             assert (out - exact).norm() > 0.2 * exact.norm()
             heads = [x for part in gathered(out.detach() / exact.detach(), ranks) for x in part.unbind(1)]
             assert not any(torch.allclose(a, b) for a, b in itertools.combinations(heads, 2))
-    assert (mean - exact).norm() < 0.1 * exact.norm()  # falls as the root of the runs
+    assert (mean - exact).norm() < 0.16 * exact.norm()  # falls as the root of the runs
 
 
 def _errors_and_dropout(rank: int, ranks: int) -> dict[str, float]:
@@ -154,8 +154,7 @@ def test_attention_and_dropout_are_those_of_the_whole_sequence() -> None:
     ("ranks", "method"),
     [
         (4, "ulysses"),
-        (3, "ring"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ulysses"), (4, "ring"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ulysses"), (3, "ring"), (4, "ring"))),
     ],
 )
 def test_attention_is_that_of_the_whole_sequence(method: str, ranks: int) -> None:

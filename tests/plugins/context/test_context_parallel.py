@@ -312,16 +312,15 @@ def _compiled_micro_batches(rank: int, ranks: int, *methods: str) -> None:
 def _on_two(rank: int, ranks: int) -> None:
     _other_uses(rank, ranks)
     _micro_batches(rank, ranks)
-    _compiled_micro_batches(rank, ranks, "ring")
 
 
-def test_other_uses_micro_batches_and_compiled_blocks() -> None:
+def test_other_uses_and_micro_batches() -> None:
     run_distributed(_on_two, 2, timeout=280)
 
 
 @pytest.mark.slow
-def test_compiled_blocks_know_each_batch_s_documents_in_backward_by_ulysses() -> None:
-    run_distributed(_compiled_micro_batches, 2, "ulysses")
+def test_compiled_blocks_know_each_batch_s_documents_in_backward() -> None:
+    run_distributed(_compiled_micro_batches, 2, "ring", "ulysses")
 
 
 def _beside_tensor_parallelism() -> None:

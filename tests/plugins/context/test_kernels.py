@@ -180,17 +180,6 @@ class Operators(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("capability", "flash"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_flash_attention_is_asked_for_where_it_runs(
-    capability: tuple[int, int], flash: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.float16)
-        assert CUDA_FLASH.fits(q, q, False) is flash
-        assert not CUDA_FLASH.fits(q, q, True)
-
-
 @pytest.mark.parametrize(("capability", "enabled", "cudnn"), [((8, 0), True, 0), ((9, 0), True, 1), ((9, 0), False, 0)])
 def test_cudnns_attention_is_asked_for_where_it_is_the_fastest(
     capability: tuple[int, int], enabled: bool, cudnn: bool, monkeypatch: pytest.MonkeyPatch

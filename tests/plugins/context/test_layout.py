@@ -7,19 +7,10 @@ from dlo_framework.errors import DloError
 from dlo_plugins.parallel.context.sequence_layout import (
     Visibility,
     chunks_of,
-    concat_shards,
     find_documents,
     pad_batch,
     shard_sequence,
 )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_parts_join_to_the_whole(ranks: int) -> None:
-    whole = torch.arange(3 * 12 * ranks * 2).view(3, 12 * ranks, 2)
-    parts = [shard_sequence(whole, rank, ranks) for rank in range(ranks)]
-    assert all(part.shape == (3, 12, 2) for part in parts)
-    assert torch.equal(concat_shards(parts), whole)
 
 
 def test_a_rank_holds_a_chunk_of_the_head_and_one_of_the_tail() -> None:

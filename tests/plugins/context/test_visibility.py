@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_plugins.parallel.context import sequence_layout
 from dlo_plugins.parallel.context.block_attention import Attention, MergedOutput, Score, attend, attend_backward
@@ -149,14 +148,3 @@ def test_a_pairs_mask_is_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sequence_layout, "KEPT_ELEMENTS", 2 * 4 * 4 * 3)  # room for three masks
     few = find_documents(positions, None, CHUNKS)
     assert masks_made(few, monkeypatch) == 3 + 4 * (some - 3)
-
-
-@pytest.mark.parametrize("fake", [False, True])
-def test_without_values_each_row_is_one_document(fake: bool) -> None:
-    if fake:
-        with FakeTensorMode():
-            documents = find_documents(torch.zeros(2, LENGTH, dtype=torch.long), None, CHUNKS)
-    else:
-        documents = find_documents(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"), None, CHUNKS)
-    assert documents.plain
-    assert documents.seen(1, 0) is Visibility.ALL

@@ -105,7 +105,7 @@ def test_what_has_arrived_is_let_go_of(two: Any) -> None:
 
 
 def _recorded(rank: int, world_size: int, folder: Path) -> None:
-    for schedule in FLUSHING:
+    for schedule in ("1F1B", "ZBV", "Varuna"):
         case = plain(NUMBER)
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         case.step(pipeline)

@@ -93,7 +93,7 @@ def test_two_stages_a_rank_on_four_ranks() -> None:
 
 
 def _options(rank: int, world_size: int, folder: Path) -> None:
-    for schedule in ("GPipe", "1F1B", "ZBH1", "ZBV", "Varuna"):
+    for schedule in ("1F1B", "ZBV", "Varuna"):
         torch.manual_seed(7)
         case = plain(5, depth=7)
         # Micro-batches of other shapes, among them one sample: what a partial last batch makes.
@@ -209,7 +209,7 @@ def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(three: An
 
 # --- odd modules ---------------------------------------------------------------------------------------------------
 
-SOME = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "Varuna")
+SOME = ("1F1B", "Interleaved1F1B", "ZBV", "Varuna")
 ODD = ("checkpointed", "written input", "hooks")
 
 

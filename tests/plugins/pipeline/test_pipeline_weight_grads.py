@@ -103,12 +103,3 @@ def test_frozen_weights_and_inputs_get_none_and_hooks_run() -> None:
         deferred.popleft()()
     expected = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     assert gradients(net).keys() == expected == set(called)
-
-
-def test_compiled_parts_are_left_as_they_are() -> None:
-    net = Net()
-    net.dense.compile(backend="eager")
-    assert WeightGradients().install(net) == len(PUT_OFF) - 1
-    whole = Net()
-    whole.compile(backend="eager")
-    assert WeightGradients().install(whole) == 0

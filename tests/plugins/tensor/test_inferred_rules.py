@@ -119,6 +119,7 @@ def test_timms_beit_whose_bias_is_added_by_hand() -> None:
     }
 
 
+@pytest.mark.slow
 def test_queries_keys_and_values_of_different_widths() -> None:
     """LeViT: heads of queries and keys of 4 features, of values of 8, each head's together; batch norms between."""
     args = {"embed_dim": (16, 32), "key_dim": 4, "depth": (2, 2), "num_heads": (2, 4), "attn_ratio": 2}
@@ -135,6 +136,7 @@ def test_queries_keys_and_values_of_different_widths() -> None:
     assert (cut.regions[block].heads, cut.regions[block].width) == (4, 16)
 
 
+@pytest.mark.slow
 def test_blocks_of_another_class_under_the_same_names_keep_their_projections() -> None:
     """VOLO's outlookers have a `proj` too, and are no blocks of the plan."""
     task = ImageClassifier("volo_d1_224", num_classes=3, image_size=32)
