@@ -170,19 +170,6 @@ def test_blocks_may_be_compiled(mode: Any) -> None:
     torch.testing.assert_close(gradients(net), gradients(Net(dropout=0.0)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "some"}, "mode must be one of"),
-        ({"every": 0}, "got 0; use 1"),
-        ({"mode": "selective", "offload": True}, "use mode full, or leave offload out"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DloError, match=message):
-        ActivationCheckpoint(**settings)
-
-
 def test_a_plan_without_blocks() -> None:
     with pytest.raises(DloError, match="got none of Net"):
         ActivationCheckpoint().apply(Net(), None, ParallelPlan())

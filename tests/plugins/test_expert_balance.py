@@ -75,7 +75,6 @@ def test_a_model_without_experts_is_refused_before_ranks_start() -> None:
 
 
 STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
     "fsdp": FSDPStrategy,
     "zero3": partial(ZeroStrategy, 3),
     "tp": partial(MeshStrategy, tp=2, dp_shard=1),

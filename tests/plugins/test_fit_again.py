@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -12,8 +12,7 @@ from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping
 from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.schedules.one_cycle import OneCycle
-
-OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+from support.trainers import quiet_trainer
 
 
 class Data(ResumableDataModule):
@@ -68,7 +67,7 @@ def test_the_fit_after_one_that_raised_has_the_losses_of_a_new_callbacks(name, s
     """The same trainer goes on with its epoch, so it fails in the first. The module that failed had another lr."""
 
     def trainer(callback):
-        return Trainer(accelerator="cpu", callbacks=[callback], max_epochs=2, logger=False, **OFF)
+        return quiet_trainer(callbacks=[callback], max_epochs=2)
 
     expected = losses(trainer(CALLBACKS[name]()), Net(), Data())
     assert len(set(expected)) == 10

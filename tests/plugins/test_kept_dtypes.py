@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +16,7 @@ from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.trainers import quiet_trainer
 
 FREQUENCY = 0.31415926
 STRATEGIES: dict[str, Any] = {
@@ -77,13 +77,8 @@ class Counting(Task, KeepsBuffers):
 def test_metrics_and_the_buffers_that_a_task_names_keep_their_dtype_under_bf16_true(name: str) -> None:
     strategy: Strategy = STRATEGIES[name]()
     data = DataLoader(TensorDataset(torch.randn(300, 4)), batch_size=1)
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(
-        **{"accelerator": "cpu", "devices": 1, "max_steps": 2, "num_sanity_val_steps": 0, **off},
-        strategy=strategy,
-        precision="bf16-true",
-        val_check_interval=2,
-    )
+    options = {"max_steps": 2, "num_sanity_val_steps": 0, "val_check_interval": 2, "precision": "bf16-true"}
+    trainer = quiet_trainer(devices=1, strategy=strategy, **options)
     module = Counting()
     trainer.fit(module, data, data)
     assert trainer.callback_metrics["total"].item() == 300

@@ -116,19 +116,6 @@ def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_features": 0}, "min_features must be at least 1, got 0"),
-        ({"scheme": "fp8_rowise"}, "scheme must be one of int8, fp8, .*did you mean 'fp8_rowwise'"),
-        ({"emulate": True}, "emulate must be false for scheme int8"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DloError, match=message):
-        LowPrecision(**options)
-
-
-@pytest.mark.parametrize(
     ("scheme", "capability", "message"),
     [
         ("fp8", None, r"fp8 must have a cuda device \(CUDA of .* 8.9 or more\), got cpu, .*; set scheme: int8, or"),
@@ -178,7 +165,6 @@ Run = tuple[Any, str, list[Any]]  # Strategy, scheme and further callbacks.
 ONE: dict[str, Run] = {
     "one, int8": ("auto", "int8", []),
     "one, fp8": ("auto", "fp8", []),
-    "one, mxfp8": ("auto", "mxfp8", []),
     "compiled": ("auto", "int8", [lambda: Compile(scope="blocks", backend="aot_eager")]),
 }
 TWO: dict[str, Run] = {

@@ -5,50 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.quantise.low_precision import LowPrecision
 from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward
-from dlo_tasks.language.causal_lm import CausalLM
-from support.token_batches import FAMILIES, Tokens
 
-CONFIG = {"model_type": "llama", **FAMILIES["llama"]}
-STEPS = 4
 SCHEMES = ("int8", "fp8", "fp8_rowwise")
-
-
-def fit(world_size: int, strategy: Any, low: LowPrecision, precision: str = "32-true") -> tuple[list[float], Any]:
-    from lightning.pytorch import Callback, Trainer, seed_everything
-
-    losses: list[float] = []
-
-    class Note(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            losses.append(float(outputs["loss"]))
-
-    seed_everything(1, verbose=False)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        max_steps=STEPS,
-        precision=precision,  # type: ignore[arg-type]
-        callbacks=[Note(), low],
-        **quiet,
-    )
-    task = CausalLM(config=dict(CONFIG), lr=3e-3, optimizer_args={"eps": 1e-4})
-    trainer.fit(task, datamodule=Tokens(1))
-    return losses, trainer
-
-
-def low(scheme: str, **options: Any) -> LowPrecision:
-    return LowPrecision(scheme, min_features=8, emulate=scheme != "int8", **options)
 
 
 def _step(layer: nn.Linear, x: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -90,19 +54,5 @@ def _slices(rank: int, world_size: int) -> None:
             assert max(apart) > 1e-4, (scheme, dim, apart)
 
 
-def _alone(rank: int, world_size: int) -> list[float]:
-    return fit(1, "auto", low("int8"))[0]
-
-
-def _on_two(rank: int, world_size: int) -> list[float]:
-    _slices(rank, world_size)
-    losses = fit(2, MeshStrategy(tp=2, dp_shard=1), low("int8"))[0]
-    return losses
-
-
 def test_slices_round_as_one_process() -> None:
-    alone = run_distributed(_alone, 1, backend=None)[0]
-    found = run_distributed(_on_two, 2, timeout=280)[0]
-    # Partial sums differ in their last bits, by which the next layer rounds a few elements to other integers.
-    assert found[0] == pytest.approx(alone[0], rel=2e-5)
-    assert found == pytest.approx(alone, rel=1e-3)
+    run_distributed(_slices, 2)

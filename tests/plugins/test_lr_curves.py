@@ -126,20 +126,3 @@ def test_adams_first_beta_is_the_momentum():
 def test_two_schedules_are_refused():
     with pytest.raises(DloError, match="WSD: one callback must set the learning rate, got OneCycle too"):
         train(WSD(), OneCycle(0.1))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: WSD(warmup=0.5, decay=0.6), "their sum at most 1, got 0.5 and 0.6"),
-        (lambda: WSD(shape="exponential"), "final must be above 0 and below 1, got 0.0"),
-        (lambda: WSD(max_lr=0.0), "WSD: max_lr must be above 0, got 0.0"),
-        (lambda: WarmRestarts(ratio=0), "ratio must be above 0, got 0"),
-        (lambda: Cyclic(mode="round"), "mode must be one of triangular, triangular2, exp_range, got round"),
-        (lambda: Rewarm(points=[0.5]), "points must be ascending fractions below 1, the first 0, got"),
-        (lambda: Rewarm(points=[0.0, 0.6, 0.3]), "points must be ascending"),
-    ],
-)
-def test_a_wrong_value_is_refused(make, message):
-    with pytest.raises(DloError, match=message):
-        make()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -24,11 +24,12 @@ from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh import mesh_simulation
 from dlo_plugins.parallel.mesh.pipelined_task import forward_costs
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.tensor.tp_plan import Coverage, measure_coverage
+from dlo_plugins.parallel.tensor.tp_plan import measure_coverage
 from dlo_plugins.schedules.one_cycle import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
+from support.trainers import quiet_trainer
 
 WIDTH, HEADS, TOKENS = 48, 6, 8
 
@@ -94,8 +95,7 @@ class Words(Task):
 
 def strategy_of(ranks: int, **axes: Any) -> MeshStrategy:
     strategy = MeshStrategy(dp_shard=1, **axes)
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **off)
+    quiet_trainer(devices=ranks, strategy=strategy)
     return strategy
 
 
@@ -454,23 +454,6 @@ def test_a_layer_that_a_plan_names_in_the_wrong_part_is_named(part: str, after_a
             strategy_of(2, pp=2).check_model(Task())
 
 
-def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None:
-    described = strategy_of(2, tp=2).describe(causal("diffllama"))
-    assert described.coverage is not None
-    held = [rank.state_bytes.parameters for rank in described.ranks]
-    share = described.coverage.sharded_fraction
-    assert held[0] / described.unsharded.parameters == pytest.approx(1 - share / 2, abs=0.01)
-    text = described.text()
-    assert f"tp     divides {share:.1%} of" in text
-    assert "model.layers.*.self_attn.o_proj (" in text
-    assert f"1/2 of {share:.0%}" in text
-    assert described.to_json()["tensor_parallel"]["divided"] == described.coverage.sharded
-    dense = strategy_of(2, tp=2).describe(causal("llama")).text()
-    assert "  1/2  " in dense
-    assert "1/2 of" not in dense
-    assert Coverage(100, 100).describe() == "divides 100% of 100 parameters"
-
-
 def test_parameters_of_the_model_itself_are_named_among_those_in_full() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     model.register_parameter("pos_embed", torch.nn.Parameter(torch.zeros(8)))
@@ -497,11 +480,10 @@ class Doubled(Applier):
 
 
 def fit(task: Task, strategy: MeshStrategy) -> None:
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     row = torch.zeros(2, TOKENS, dtype=torch.long)
     torch.manual_seed(0)
     try:
-        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **off)
+        trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
         trainer.fit(task, DataLoader([(row, row)], batch_size=None))  # type: ignore[arg-type]
     finally:
         leave_group()

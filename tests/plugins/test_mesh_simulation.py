@@ -57,7 +57,7 @@ def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
     uneven = task(vocab_size=97, num_hidden_layers=5)
     spec = MeshSpec(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
     drawn = described(uneven, spec)
-    ranks = [0, 1, 5, 11, spec.world_size - 1]
+    ranks = [0, 11, spec.world_size - 1]
     for found in simulate_ranks(uneven, MeshStrategy(), spec, ranks):
         assert drawn.ranks[found.rank].state_bytes == found.state_bytes, found
         assert drawn.ranks[found.rank].place == found.place

@@ -8,15 +8,12 @@ from hypothesis import strategies as st
 from scipy.stats import ks_2samp
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target, rand_bbox
 
-from dlo_framework.errors import DloError
 from dlo_plugins.images.batch_mix import (
     MODES,
     MixPlan,
     MixRecipe,
     draw_plan,
-    join_plans,
     mix_by_mask,
-    mix_images,
     mix_pairs_,
     mix_targets,
     soft_targets,
@@ -195,38 +192,11 @@ def test_precision_and_memory_format_are_kept(how, layout, dtype):
         torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_images_are_written_to_only_where_they_may_be():
-    images, _ = batch()
-    plan = draw_plan(MixRecipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(0))
-    before, expected = images.clone(), by_pairs(images, plan)
-    assert torch.equal(mix_images(images, plan, to_device(plan, CPU), in_place=False), expected)
-    assert torch.equal(images, before)
-    mixed = mix_images(images, plan, to_device(plan, CPU), in_place=True)
-    assert mixed.data_ptr() == images.data_ptr()
-    assert torch.equal(images, expected)
-    one = torch.randn(1, 3, HEIGHT, WIDTH)
-    shared = one.expand(6, 3, HEIGHT, WIDTH)  # six images in the memory of one
-    mixed = mix_images(shared, plan, to_device(plan, CPU), in_place=True)
-    torch.testing.assert_close(mixed, shared.clone())
-    assert mixed.data_ptr() != one.data_ptr()
-
-
 def test_pixels_that_are_not_mixed_are_not_touched_by_infinities():
     images, _ = batch(4)
     images[3] = torch.inf
     plan = MixPlan(np.arange(4)[::-1], np.array([1.0, 0.5, 0.5, 0.5]), np.array([0.0, 0.5, 0.5, 0.5]), None)
     assert torch.equal(by_pairs(images, plan)[0], images[0])
-
-
-def test_groups_are_mixed_as_batches_of_their_own():
-    images, _ = batch(9)
-    sizes = [4, 4, 1]
-    plans = [draw_plan(MixRecipe(**BOTH), size, HEIGHT, WIDTH, np.random.default_rng(size)) for size in sizes]
-    expected = torch.cat([by_pairs(part, plan) for part, plan in zip(images.split(sizes), plans, strict=True)])
-    torch.testing.assert_close(by_pairs(images, join_plans(plans)), expected)
-    torch.testing.assert_close(by_mask(images, join_plans(plans)), expected)
-    rows = [draw_plan(MixRecipe(**MIXUP), size, 1, 1, np.random.default_rng(size)) for size in sizes]
-    assert join_plans(rows).boxes is None
 
 
 @pytest.mark.parametrize("how", [by_pairs, by_mask])
@@ -254,17 +224,3 @@ def test_soft_targets_are_smoothed_as_in_timm():
         found = soft_targets(given_as, 3, 0.0)
         assert found.dtype == torch.float32
         assert torch.equal(found, dense)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mixup_alpha": 0, "cutmix_alpha": 0}, "got 0 for both"),
-        ({"prob": 1.1}, "prob must be at least 0 and at most 1"),
-        ({"mode": "half"}, "batch, pair, elem"),
-        ({"cutmix_minmax": (0.8, 0.2)}, "the smaller one first"),
-    ],
-)
-def test_bad_recipes_are_refused(arguments, message):
-    with pytest.raises(DloError, match=message):
-        MixRecipe(**arguments)

@@ -145,19 +145,6 @@ def test_it_refuses_a_training_without_an_end():
         train(OneCycle(0.1), max_epochs=-1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"pct_start": 0.6, "three_phase": True}, "at most 0.5 with three phases"),
-        ({"max_lr": -1.0}, "above 0"),
-        ({"preset": "fast"}, "fastai, torch"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(arguments, message):
-    with pytest.raises(DloError, match=message):
-        OneCycle(**arguments)
-
-
 def test_a_list_of_the_wrong_length_is_refused():
     with pytest.raises(DloError, match="each of the 2 parameter groups, got 3"):
         train(OneCycle([0.1, 0.2, 0.3]))

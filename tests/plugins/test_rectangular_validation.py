@@ -1,6 +1,5 @@
 """Rectangular validation: the shapes, the batches, the numbers by hand, and a square validation left as it was."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -288,19 +287,6 @@ def test_a_limit_of_validation_batches_leaves_it_the_images_that_the_square_vali
     assert float(fitted.callback_metrics["ratio_rect"]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_limit_asks_for_a_loader_that_takes_it_before_the_run(gallery):
-    class Old(ImageFolderData):
-        def rectangular_val_dataloader(self, multiple, max_ratio):
-            return super().rectangular_val_dataloader(multiple, max_ratio)
-
-    def old() -> Old:
-        return Old(str(gallery), image_size=32, batch_size=4, num_workers=0)
-
-    with pytest.raises(DloError, match="must have a parameter samples under limit_val_batches, got Old's without"):
-        trainer(RectangularValidation(), limit_val_batches=1).fit(Plain(), old())
-    trainer(RectangularValidation(), max_epochs=1).fit(Plain(), old())
-
-
 def test_a_step_that_raises_leaves_everything_in_its_place(gallery):
     class Fails(Plain):
         def validation_step(self, batch):
@@ -315,15 +301,6 @@ def test_a_step_that_raises_leaves_everything_in_its_place(gallery):
 
 
 # --- refusals ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"every_n_epochs": 0}, "every_n_epochs"), ({"multiple": 0}, "multiple"), ({"max_ratio": 0.5}, "max_ratio")],
-)
-def test_bad_arguments_are_refused_at_construction(arguments, message):
-    with pytest.raises(DloError, match=message):
-        RectangularValidation(**arguments)
 
 
 class Other(ResumableDataModule):
@@ -344,31 +321,3 @@ def test_what_has_no_rectangles_is_refused_before_training(gallery):
 
 
 # --- the command -------------------------------------------------------------------------------------------
-
-CONFIG = """
-trainer:
-  max_epochs: 2
-  accelerator: cpu
-  callbacks: [{class_path: RectangularValidation, init_args: {every_n_epochs: 1}}]
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 8, embed_dim: 32, depth: 1, num_heads: 2}
-data:
-  class_path: ImageFolderData
-  init_args: {root: ROOT, image_size: 32, batch_size: 4, eval_batch_size: 6, num_workers: 1}
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_report_what_one_does(dlo, gallery, curve):
-    (dlo.folder / "rect.yaml").write_text(CONFIG.replace("ROOT", str(gallery)))
-    dlo("fit", "--config", "rect.yaml", "--run.name", "one")
-    dlo("fit", "--config", "rect.yaml", "--run.name", "two", "--trainer.strategy", "ddp", "--trainer.devices", "2")
-    one, two = (dlo.folder / "runs" / name / "version_0" for name in ("one", "two"))
-    for tag in ("val_loss", "val_loss_rect", "val_acc1_rect"):
-        assert len(curve(one, tag)) == 2
-        assert curve(two, tag) == pytest.approx(curve(one, tag), rel=1e-5), tag
-    metrics = json.loads((two / "summary.json").read_text())["metrics"]
-    assert metrics["val_loss_rect"] == pytest.approx(list(curve(one, "val_loss_rect").values())[-1], rel=1e-5)

@@ -23,19 +23,6 @@ def test_the_mean_over_all_bits_is_the_value_and_both_neighbours_are_adjacent() 
     assert bool(found[2].isnan())
 
 
-def test_an_update_below_half_a_bit_is_lost_by_rounding_to_nearest_alone() -> None:
-    weight, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
-    step, count = 1e-4, 64
-    index = torch.arange(4096, dtype=torch.int32)
-    for number in range(count):
-        weight = round_stochastically(weight.float() - step, hash_bits(index, (number, 7 * number)))
-        nearest = (nearest.float() - step).bfloat16()
-    assert bool((nearest == 1).all())
-    # Each element does a walk of steps of 2^-8; its deviation is that of a binomial count.
-    deviation = 2**-8 * math.sqrt(count * step * 2**8 / 4096)
-    assert abs(float(weight.double().mean()) - (1 - count * step)) < 4 * deviation
-
-
 def test_bits_are_uniform_and_independent_between_elements_and_keys() -> None:
     index = torch.arange(1 << 16, dtype=torch.int32)
     low = [(hash_bits(index, key) & 0xFFFF).double() / 65536 - 0.5 for key in ((1, 2), (2, 2), (1, 3))]

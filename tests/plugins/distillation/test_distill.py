@@ -15,7 +15,7 @@ from dlo_framework.checkpoint.formats.safetensors_file import export_weights
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
-from dlo_framework.task import Task, training_parameters
+from dlo_framework.task import training_parameters
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.distill.callback import AttentionTransfer, Distill, HiddenStates, OnPolicy, split_batch
 from dlo_plugins.images.batch_mix import BatchMix
@@ -23,7 +23,6 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
-from dlo_tasks.language.generation import find_prompts, join_completions
 from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
@@ -340,32 +339,6 @@ def test_layer_options_out_of_range_are_refused() -> None:
         HiddenStates(loss="l1")  # type: ignore[arg-type]
 
 
-def test_a_task_with_its_own_batches_gets_them_as_they_were() -> None:
-    class Pair(Task):
-        def configure_model(self) -> None:
-            if not self.has_model:
-                self.model = torch.nn.Linear(4, 3)
-
-        def inputs(self, batch: Any) -> Any:
-            assert isinstance(batch, list)
-            images, _ = batch
-            return (images,), {}
-
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            assert isinstance(batch, list)
-            _, targets = batch
-            return F.cross_entropy(outputs, targets)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randint(3, (8,)))
-    distill = Distill(FrozenModel(task=Pair()))
-    found = trainer(distill)
-    found.fit(Pair(), torch.utils.data.DataLoader(data, batch_size=4))
-    assert distill.latest["distill/distance"] > 0
-
-
 # --- on-policy ---------------------------------------------------------------------------------------------
 
 
@@ -407,20 +380,6 @@ def test_the_student_learns_on_its_own_samples_and_without_their_targets_loss() 
     other, _ = on_policy(fraction=1.0, seed=1)
     assert torch.equal(again.seen[3]["input_ids"], task.seen[3]["input_ids"])
     assert not torch.equal(other.seen[0]["input_ids"], task.seen[0]["input_ids"])
-
-
-def test_prompts_end_before_the_first_target_unless_their_length_is_set() -> None:
-    batch = {
-        "input_ids": torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3], [4, 4, 4, 4]]),
-        "labels": torch.tensor([[-100, 7, 8, 2], [1, 2, 3, 4], [-100] * 4]),
-    }
-    assert find_prompts(batch, None) == [[5, 6], [9], [4]]
-    assert find_prompts(batch, 3) == [[5, 6, 7], [9, 1, 2], [4, 4, 4]]
-    found = join_completions([[5, 6], [9]], [[7, 2, 0], [3, 4, 8]], [2], torch.device("cpu"))
-    assert found["input_ids"].tolist() == [[5, 6, 7], [9, 3, 4]]
-    assert found["labels"].tolist() == [[-100, 7, 2], [3, 4, 8]]
-    found = join_completions([[5, 6], [9]], [[7, 2, 0], [3, 4, 8]], [2], torch.device("cpu"), 4)
-    assert found["labels"].tolist() == [[-100, 7, 2, -100], [3, 4, 8, -100]]
 
 
 def test_micro_batches_weigh_as_much_as_their_tokens() -> None:

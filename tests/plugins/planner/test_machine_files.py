@@ -31,15 +31,6 @@ def _content() -> dict[str, object]:
     return content
 
 
-def test_a_bandwidth_may_depend_on_the_number_of_nodes() -> None:
-    content = _content()
-    content["links"]["network"]["bandwidth"] = {2: 40.0e9, 8: 10.0e9}  # type: ignore[index]
-    network = parse_machine(content, "mine.yaml").network
-    assert network is not None
-    assert [network.rate(n) for n in (1, 2, 8, 64)] == [40e9, 40e9, 10e9, 10e9]
-    assert network.rate(4) == pytest.approx(20e9)
-
-
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.plan.layout import Layout, Request, StateFormat
 from dlo_plugins.plan.machine import Host, load_machine
 from dlo_plugins.plan.plan_search import _RECOMPUTE, PlanSearch
-from dlo_plugins.plan.step_time import split_blocks
 from support.planner_models import llama
 
 
@@ -172,25 +170,6 @@ def test_fixed_values_are_kept_and_refused_with_the_fix() -> None:
         _search(batch=7, dp_shard="8").run()
 
 
-@pytest.mark.parametrize(
-    ("fix", "message"),
-    [
-        (
-            {"schedule": "1FB1"},
-            "--fix schedule must be one of 1F1B, Interleaved1F1B, ZBV, Varuna, PipeDream2BW, got 1FB1",
-        ),
-        ({"zero": "5"}, "--fix zero must be one of 3, 2, 1, 0, got 5"),
-        (
-            {"micro_batch": "3"},
-            "--fix micro_batch must divide the batch of 8, got 3; use --fix micro_batch=2, or --batch 6",
-        ),
-    ],
-)
-def test_values_that_no_plan_has_are_refused(fix: dict[str, str], message: str) -> None:
-    with pytest.raises(DloError, match=re.escape(message)):
-        _search(gpus=2, batch=8, **fix).run()
-
-
 def test_memory_that_nothing_fits_names_the_nearest() -> None:
     with pytest.raises(DloError, match=r"--memory must hold a plan, got 10.* needs .*; set --memory \d+GB"):
         _search(memory=1.0e7).run()
@@ -206,34 +185,6 @@ def test_zero_1_keeps_full_parameters_and_takes_the_time_of_zero_2() -> None:
     memory = search.memory.largest(plain)
     assert memory.parameters == search.profile.parameters * 4
     assert memory.optimizer == search.profile.parameters * 8 / 8
-
-
-def test_a_pipelines_first_stage_keeps_most_micro_batches() -> None:
-    search = _search()
-    layout = Layout(MeshSpec(pp=4, dp_shard=1, dp_replicate=2), 1, 16, "1F1B", 1, (2, 2, 2, 2), 0)
-    kept = [rank.activations for rank in search.memory.ranks(layout)]
-    assert kept == sorted(kept, reverse=True)
-    block = search.profile.blocks[0]
-    none, hidden = block.modes["none"].saved.total + block.output.total, block.output.total
-    assert kept[0] == pytest.approx(4 * (2 * none + hidden), rel=0.002)  # Four micro-batches of two blocks, and inputs.
-
-
-def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
-    from dlo_plugins.parallel.pipeline.model_stages import balance_stages
-
-    draw = random.Random(1)
-    for _ in range(200):
-        blocks = draw.randint(2, 24)
-        stages = draw.randint(2, blocks)
-        stem, head = draw.choice([0.0, 0.4, 1.0, 2.6]), draw.choice([0.0, 0.7, 1.0, 3.3])
-
-        def largest(split: list[int] | tuple[int, ...], stem: float = stem, head: float = head) -> float:
-            return max(n + stem * (i == 0) + head * (i == len(split) - 1) for i, n in enumerate(split))
-
-        found = split_blocks([1.0] * blocks, stages, stem, head)
-        assert sum(found) == blocks
-        assert min(found) >= 1
-        assert largest(found) == pytest.approx(largest(balance_stages([1.0] * blocks, stages, stem, head)))
 
 
 def test_varuna_keeps_inputs_and_recomputes_before_each_backward() -> None:

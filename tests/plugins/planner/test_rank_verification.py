@@ -95,27 +95,6 @@ def test_others_take_the_place_of_refused_plans() -> None:
     assert len(found.rejections) + 3 == found.count == plain.count
 
 
-def test_a_schedule_that_ranks_cannot_run_is_refused_on_all_meshes() -> None:
-    request = Request(4, 4e9, 16, fix={"pp": "2"}, top=5)
-    machine = replace(load_machine("h100"), reserved=1e6, ranks_per_node=4)
-    model = llama(1024, 2816, 8, 8, 8, 1024, 8192)
-    seen: list[str] = []
-
-    def verify(candidate: Candidate, _: list[RankMemory]) -> Candidate | Rejection:
-        seen.append(candidate.layout.schedule)
-        if candidate.layout.schedule == "ZBV":
-            return Rejection(candidate.layout, "refused", 1.0, 1.0, "rank 0 cannot")
-        return replace(candidate, is_verified=True)
-
-    plain = PlanSearch(model, machine, StateFormat(), request).run()
-    assert "ZBV" in {candidate.layout.schedule for candidate in plain.candidates}
-    found = PlanSearch(model, machine, StateFormat(), request).run(verify)
-    schedules = [candidate.layout.schedule for candidate in found.candidates]
-    assert "ZBV" not in schedules
-    assert len(schedules) == 5
-    assert set(schedules) <= set(seen) | {"1F1B"}
-
-
 def test_if_no_plan_can_run_the_error_is_that_of_the_first() -> None:
     def refuse(candidate: Candidate, _: list[RankMemory]) -> Rejection:
         return Rejection(candidate.layout, "refused", 1.0, 1.0, "the model must return a tensor, got None; return it")

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.profile import energy as energy_callback
-from dlo_plugins.profile.energy import Energy, count_codecarbon, count_nvml, count_rapl, find_counters
+from dlo_plugins.profile.energy import Energy, count_nvml, count_rapl, find_counters
 from support.monitored import Net, fit
+from support.trainers import quiet_trainer
 
 
 def zone(folder: Path, path: str, name: str, energy: int, most: int = 1_000_000) -> Path:
@@ -73,15 +74,6 @@ def test_nvml_counts_millijoules_since_the_start() -> None:
     assert not nvml.open
     with pytest.raises(OSError, match="Driver Not Loaded"):
         count_nvml("ab", Nvml(fails=True))
-
-
-def test_codecarbons_estimate_grows() -> None:
-    pytest.importorskip("codecarbon")
-    counter = count_codecarbon()
-    first = counter.read()
-    sum(range(3_000_000))
-    assert counter.read() > first >= 0
-    counter.close()
 
 
 def test_nothing_that_can_be_read_is_null_with_the_reasons(tmp_path, monkeypatch) -> None:
@@ -152,11 +144,9 @@ def _resumes(rank: int, world_size: int, folder: Path) -> list[float]:
     found, checkpoint = [], folder / "some.ckpt"
     for steps in (3, 5):
         energy, module = CountedSteps(), Net()
-        off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-        trainer = Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, callbacks=[energy], limit_val_batches=0,
-            default_root_dir=folder, **off,
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            devices=2, strategy="ddp", max_steps=steps, callbacks=[energy], limit_val_batches=0, default_root_dir=folder
+        )
         data = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None)
         found.append(energy.summary_facts(trainer)["energy"]["joules"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_plugins.profile.module_ranges import ModuleRanges, NvtxRanges, profiled_modules
+from dlo_plugins.profile.module_ranges import ModuleRanges, NvtxRanges
 
 
 class Log:
@@ -72,12 +72,3 @@ def test_hooks_are_gone_afterwards_also_after_an_error() -> None:
     handle.remove()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert not any(part._forward_hooks_always_called for part in model.modules())
-
-
-def test_compiled_modules_get_no_hooks_inside() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    model[0].compile()
-    wrapped = nn.Module()
-    wrapped.add_module("net", torch.compile(model[1]))
-    assert [name for name, _ in profiled_modules(model)] == ["1", "1.0", "2"]
-    assert profiled_modules(wrapped) == []

@@ -87,23 +87,6 @@ def test_it_computes_what_is_left(family, kind, amount):
     assert "->" in lines[0]
 
 
-def test_phi3_without_heads_is_exact_and_loads_in_transformers(tmp_path: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    task = language("phi3").double()
-    weights = {name: value.clone() for name, value in task.state_dict().items()}
-    sizes, _ = prune_weights(weights, task, {"heads": 0.5, "hidden": 0.5})
-    smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
-    smaller.configure_model()
-    smaller.double().load_state_dict(weights)
-    silenced(task, "hidden", 0.5)
-    torch.testing.assert_close(outputs(smaller), silenced(task, "heads", 0.5), rtol=1e-12, atol=1e-12)
-    smaller.model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float64).eval()
-    ids = torch.randint(0, 96, (2, 12))
-    torch.testing.assert_close(loaded(input_ids=ids).logits, smaller.model(input_ids=ids).logits, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
 def test_families_without_a_width_of_heads_generate_are_cut_and_are_read_again(tmp_path, family):
     task = language(family)

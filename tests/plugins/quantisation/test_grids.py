@@ -211,22 +211,6 @@ def test_no_rounded_copy_is_saved_for_backward() -> None:
     assert saved == [x.data_ptr()]
 
 
-def test_installing_twice_and_removing() -> None:
-    layer, x = example()
-    plain, names = layer(x), list(layer.state_dict())
-    quantiser = FakeQuantiser(SCHEMES["int4_weights"], 32)
-    quantiser.install([layer])
-    quantiser.install([layer])
-    rounded = layer(x)
-    assert not torch.equal(rounded, plain)
-    assert list(layer.state_dict()) == names
-    quantiser.bits = 8
-    assert (layer(x) - plain).abs().mean() < 0.2 * (rounded - plain).abs().mean()
-    quantiser.remove()
-    assert torch.equal(layer(x), plain)
-    assert "forward" not in layer.__dict__
-
-
 def test_compiled_layers_round_from_the_step_on_that_they_are_told_to() -> None:
     torch.compiler.reset()
     layer, x = example()

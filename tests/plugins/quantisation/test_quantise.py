@@ -240,28 +240,6 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "int9"}, "got int9; did you mean 'int8'"),
-        ({"start": "100 samples"}, "start must be in epochs or percent, got"),
-        ({"scheme": "int8", "group_size": 64}, "group_size must be unset for scheme int8"),
-        ({"scheme": "int4_weights", "group_size": 50}, "one of 32, 64, 128, got 50; set 64"),
-        ({"scheme": "int8_static", "when": "aware"}, "when must be post for scheme int8_static"),
-        ({"start_bits": 12}, "when must be aware with start_bits"),
-        ({"when": "aware", "start_bits": 8}, "start_bits must be from 9 to 16, got 8; set 16"),
-        ({"when": "aware", "period": 3}, "start_bits must be set with period"),
-        ({"when": "aware", "mixed_bits": True}, "start_bits must be set with mixed_bits"),
-        ({"when": "aware", "start_bits": 12, "period": 0}, "period must be at least 1"),
-        ({"export": ["model.tflite"]}, "export must end in .pt2 or .onnx, .* got model.tflite; set model.onnx"),
-        ({"export": ["model.pt2"], "report": False}, "report must be true to export"),
-    ],
-)
-def test_options_that_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(DloError, match=message):
-        Quantise(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"scheme": "fp8"}, "scheme fp8 must have a cuda device .* 8.9 or more.*, got cpu, .*; set scheme: int8$"),
         ({"scheme": "int4_weights", "group_size": 128}, "got 128 for 96 of .*; set group_size: 32"),
         ({"skip": ["blocks.7"]}, "got 'blocks.7', which matches none; did you mean 'blocks.[01]'"),
@@ -281,29 +259,6 @@ def test_the_average_is_converted(tmp_path: Path, order: int) -> None:
     report = callback.last_report
     assert report is not None
     assert report.before["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
-
-
-def test_a_run_without_validation_reports_bytes_and_latency(tmp_path: Path) -> None:
-    callback = Quantise()
-    trainer_of(tmp_path, callback, limit_val_batches=0).fit(
-        classifier(), datamodule=DigitsData(image_size=16, batch_size=16)
-    )
-    report = callback.last_report
-    assert report is not None
-    assert report.before == report.after == {}
-    assert report.bytes_after[0] < report.bytes_before[0]
-    assert report.latency
-
-
-def test_a_device_without_kernels_gets_the_nearest_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
-    device = torch.device("cuda", 0)
-    with pytest.raises(DloError, match=r"got compute capability 8.6; set scheme: int8$"):
-        schemes.check_device(schemes.SCHEMES["fp8"], device)
-    schemes.check_device(schemes.SCHEMES["int4_weights"], device)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    with pytest.raises(DloError, match="set scheme: int8_weights"):
-        schemes.check_device(schemes.SCHEMES["int4_weights"], device)
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def test_a_config_is_needed(capfd) -> None:
     assert "--config must name a config" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_images_are_exported_to_the_faster_file(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(IMAGES)

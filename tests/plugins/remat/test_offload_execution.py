@@ -11,11 +11,9 @@ import torch
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
 from dlo_plugins.memory import scheduled_blocks
-from dlo_plugins.memory.allocation_log import AllocationLog
-from dlo_plugins.memory.planning import draw_schedule
 from dlo_plugins.memory.rotor import keep_fastest
 from dlo_plugins.memory.rotor_callback import Rotor
-from dlo_plugins.memory.schedule import Chain, Keep, Link, Mode, Recompute, Schedule, Stage, plan_transfers, predict
+from dlo_plugins.memory.schedule import Chain, Keep, Link, Mode, Stage, plan_transfers, predict
 from dlo_plugins.memory.scheduled_blocks import ScheduledBlocks, SimulatedLink, StreamLink
 from support.late import LateStream
 from support.rotor_runs import Seen, VirtualClock, assert_same, train
@@ -133,43 +131,6 @@ def test_blocks_that_are_removed_after_an_error_leave_no_copies() -> None:
     assert link._running
     executed.remove()
     assert not link._running
-
-
-def test_outputs_that_a_block_saves_leave_with_the_next_blocks_input() -> None:
-    """Each tanh saves its output, which is the next block's input: one storage, which is copied once."""
-    blocks = [Square() for _ in range(4)]
-    link = SimulatedLink(Link(1e9, 1e9), VirtualClock())
-    executed = offloaded_blocks(blocks, link)
-    stored: list[int] = []
-    original = link.store
-    link.store = lambda source: stored.append(source.nbytes) or original(source)  # type: ignore[method-assign]
-    log = AllocationLog()
-    x = first = torch.ones(1, 64, requires_grad=True)
-    with log:
-        for block in blocks:
-            x = block(x)
-        executed.begin_backward()
-        assert log.usage(0).final < 4 * 512
-        x.sum().backward()
-    assert stored == [256, 256]  # The blocks have nothing else: x * weight is not saved.
-    expected = torch.ones(1, 64, requires_grad=True)
-    y = expected
-    executed.remove()
-    for block in blocks:
-        y = block(y)
-    y.sum().backward()
-    assert torch.equal(first.grad, expected.grad)  # type: ignore[arg-type]
-
-
-def test_the_picture_has_the_copies() -> None:
-    stages = [Stage(f"{n}", 10, (Mode("all", 100, 1.0, 2.0),)) for n in range(4)]
-    chain = Chain((*stages, Stage("head", 0, (Mode("all", 0, 0.1, 0.1),))), 10)
-    nodes = (Keep(0), Keep(1, offload=True), Recompute(2, 2, (Keep(2),), offload=True), Keep(3), Keep(4))
-    link = Link(50.0, 50.0)
-    schedule: Schedule = predict(chain, nodes, plan_transfers(chain, nodes, 500), link)
-    upper, lower = draw_schedule(chain, schedule, 0, 500, link).axes
-    assert [tick.get_text() for tick in upper.get_yticklabels()][-2:] == ["to host", "to device"]
-    assert max(lower.get_lines()[0].get_ydata()) == pytest.approx((100 + 10) / 1e6)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,6 @@ def test_a_users_hook_on_a_block_runs_once_in_a_step() -> None:
     assert count("60%") == count(None) == STEPS
 
 
-def test_with_accumulation_and_bf16(plain: Seen) -> None:
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": "bf16-mixed", "max_steps": -1}
-    one, other = train("net", None, **options), train("net", "60%", **options)
-    assert len(one.gradients) == STEPS // 2
-    assert all(map(torch.equal, one.gradients, other.gradients))
-
-
 def test_compiled_blocks_run_by_the_schedule() -> None:
     options: dict[str, Any] = {"max_steps": STEPS}
     one = train("net", None, callbacks=[Compile(scope="blocks", backend="aot_eager")], **options)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
@@ -18,6 +18,7 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.sweep.sweep_trial import SweepTrial
 from dlo_plugins.sweep.trial_process import CONNECTION
+from support.trainers import quiet_trainer
 
 
 class Task(LightningModule):
@@ -76,11 +77,8 @@ def fit(folder, *callbacks, task=None, strategy="auto", devices=1, epochs=5, ckp
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 3))
     task = task or Task()
-    trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, callbacks=list(callbacks),
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, **options,
-    )  # fmt: skip
+    options = {"devices": devices, "strategy": strategy, "max_epochs": epochs, **options}
+    trainer = quiet_trainer(callbacks=list(callbacks), default_root_dir=folder, **options)
     use_canonical_checkpoints(trainer)
     loaders = DataLoader(data, batch_size=batch_size), DataLoader(data, batch_size=batch_size)
     trainer.fit(task, *loaders, ckpt_path=ckpt_path, weights_only=False)
