@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +173,3 @@ def test_dtypes_that_do_not_fit_are_refused_before_processes_start(
 ) -> None:
     with pytest.raises(DloError, match=message):
         trainer(2, ZeroStrategy(2, **options), precision=precision)
-
-
-def test_on_an_accelerator_halves_are_the_default_under_autocast() -> None:
-    made: Callable[..., ZeroStrategy] = ZeroStrategy
-
-    class OnCuda(ZeroStrategy):
-        @property
-        def root_device(self) -> torch.device:
-            return torch.device("cuda")
-
-    for kind, expected in ((OnCuda, HALF), (made, None)):
-        strategy = kind(3)
-        trainer(2, strategy, precision="bf16-mixed")
-        assert strategy._gathered_dtypes() == (expected, None)
-    explicit = OnCuda(3, param_dtype="float32")
-    trainer(2, explicit, precision="bf16-mixed")
-    assert explicit._gathered_dtypes() == (None, None)

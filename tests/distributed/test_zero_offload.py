@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.rehearsal import Snapshot
 from dlo_framework.testing import run_distributed
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
-from support.fsdp_nets import Module, mine, trainer
 
 #: Two names of one memory: what is on the first passes for an accelerator's.
 DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
@@ -99,41 +95,3 @@ def test_wherever_it_lies_it_trains_alike(found: dict[Any, Any], kind: str) -> N
     for offload in PLACES:
         for weights, wanted in zip(found[kind, offload][-1], expected, strict=True):
             torch.testing.assert_close(torch.tensor(weights), torch.tensor(wanted), rtol=1e-6, atol=1e-7)
-
-
-class OnAnother(ZeroStrategy):
-    """ZeRO whose ranks' device is not where it offloads to, as an accelerator is not."""
-
-    @property
-    def root_device(self) -> torch.device:
-        return DEVICE
-
-
-class Trial(Callback):
-    """Trains on the side, as the finders do, and takes it back."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        engine = trainer.strategy.engine
-        before = [group.shard.clone() for group in engine.groups]
-        snapshot = Snapshot(trainer)
-        for group in engine.groups:
-            group.shard.mul_(3.0)
-        trainer.strategy.refresh()
-        snapshot.restore()
-        self.back = all(torch.equal(g.shard, old) for g, old in zip(engine.groups, before, strict=True))
-        self.apart = any(group.step_device != group.shard_device for group in engine.groups)
-
-
-def _tried(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
-    found = {}
-    for offload in ("optimizer", "parameters"):
-        trial = Trial()
-        run = trainer(world_size, OnAnother(3, offload=offload), callbacks=[trial], max_steps=1)
-        run.fit(Module(), mine(rank, world_size))
-        found[offload] = trial.apart, trial.back
-    return found
-
-
-def test_what_is_tried_on_the_side_is_taken_back() -> None:
-    for found in run_distributed(_tried, 2, timeout=280):
-        assert found == {"optimizer": (True, True), "parameters": (True, True)}
