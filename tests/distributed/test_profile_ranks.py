@@ -16,23 +16,15 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.monitor import StepClock
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.profile.callback import Profile
 from dlo_plugins.profile.operations import EXPOSED
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from support.monitored import is_the_step
+from support.strategies import STRATEGIES
 from support.trainers import quiet_trainer
 
-STRATEGIES = {
-    "ddp": lambda: "ddp",
-    "zero3": lambda: ZeroStrategy(3),
-    "fsdp": FSDPStrategy,
-    "tp": lambda: MeshStrategy(tp=2, dp_shard=1),
-    "pp": lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=2),
-}
 #: Gathers ahead of their use.
 SOME = ("zero3",)
 STEPS = 9
@@ -99,7 +91,9 @@ def test_collectives_in_flight_end_before_the_profiler(tmp_path) -> None:
     assert run_distributed(overlapped, 2, tmp_path, backend=None) == [2, 0]
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param(("ddp", "zero3", "fsdp", "tp", "pp"), marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_a_run_with_a_profile_equals_one_without_and_each_rank_adds_up(tmp_path, names) -> None:
     first, second = run_distributed(trained, 2, tmp_path, names, backend=None)
     for name in names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,14 @@ from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.runs import Watch
+from support.strategies import STRATEGIES
 from support.trainers import quiet_trainer
 
 STEPS, FITS, WIDTH = 4, 2, 32
 
 
-def _deepspeed() -> Any:
-    pytest.importorskip("deepspeed")
-    from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
-
-    return DeepSpeedBridge(stage=2)
-
-
-STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
-    "zero1": partial(ZeroStrategy, stage=1),
-    "zero3": partial(ZeroStrategy, stage=3),
-    "fsdp": FSDPStrategy,
-    "deepspeed": _deepspeed,
-    "tp": partial(MeshStrategy, tp=2),
-    "pp": partial(MeshStrategy, pp=2, micro_batches=2),
-}
 #: Ranks of these share their samples.
 SHARED = ("tp", "pp")
 
@@ -125,7 +106,7 @@ def _fits(rank: int, world_size: int, names: list[str]) -> dict[str, list[Any]]:
     "names",
     [
         pytest.param(["ddp", "zero3", "tp", "pp"], id="some"),
-        pytest.param(["zero1", "fsdp", "deepspeed"], id="others", marks=pytest.mark.slow),
+        pytest.param(["zero1", "fsdp", "deepspeed_2"], id="others", marks=pytest.mark.slow),
     ],
 )
 def test_all_strategies_draw_the_weights_of_one_process_and_then_numbers_of_their_own(names: list[str]) -> None:

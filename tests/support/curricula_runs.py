@@ -16,17 +16,12 @@ from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume
-from dlo_plugins.compile.compile_blocks import CompileBlocks
-from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
-from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.text_data import TextData
 from support.runs import Watch
+from support.strategies import STRATEGIES
 from support.texts import lines, sentences
 from support.trainers import quiet_trainer
 
@@ -39,37 +34,6 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-}
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "auto": lambda: "auto",
-    "ddp": lambda: "ddp",
-    "zero1": lambda: ZeroStrategy(1),
-    "zero2": lambda: ZeroStrategy(2),
-    "zero3": lambda: ZeroStrategy(3),
-    "zero3_offload": lambda: ZeroStrategy(3, offload="both"),
-    "fsdp": FSDPStrategy,
-    "tp": lambda: MeshStrategy(tp=2),
-    "sp": lambda: MeshStrategy(tp=2, sequence_parallel=True),
-    "cp": lambda: MeshStrategy(cp=2),
-    "pp": lambda: MeshStrategy(pp=2, micro_batches=2),
-    "Varuna": lambda: MeshStrategy(pp=2, micro_batches=2, schedule="Varuna"),
-    "zero bubble": lambda: MeshStrategy(pp=2, micro_batches=2, schedule="ZBH1"),
-    "recomputed": lambda: MeshStrategy(dp_shard=2, appliers=[ActivationCheckpoint()]),
-    "compiled": lambda: MeshStrategy(dp_shard=2, appliers=[CompileBlocks(backend="aot_eager")]),
-    "ep": lambda: MeshStrategy(dp_shard=2, ep=2),
-    "shard x sp": lambda: MeshStrategy(dp_shard=2, tp=2, sequence_parallel=True),
-    "cp x tp": lambda: MeshStrategy(cp=2, tp=2),
-    "ep x tp": lambda: MeshStrategy(dp_shard=2, tp=2, ep=2),
-    "copies": lambda: MeshStrategy(dp_replicate=2),
-    "copies x shard": lambda: MeshStrategy(dp_replicate=2, dp_shard=2),
-    "copies x sp": lambda: MeshStrategy(dp_replicate=2, tp=2, sequence_parallel=True),
-    "copies x pp": lambda: MeshStrategy(dp_replicate=2, pp=2, micro_batches=2),
-    "copies x cp": lambda: MeshStrategy(dp_replicate=2, cp=2),
-    "copies x ep": lambda: MeshStrategy(dp_replicate=2, dp_shard=2, ep=2),
-    "late copies": lambda: MeshStrategy(dp_replicate=2, pp=2, micro_batches=2, schedule="PipeDream2BW"),
-    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
-    "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
-    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
 }
 
 

@@ -50,7 +50,8 @@ from dlo_plugins.schedules.schedule_free import ScheduleFree
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.optim import build_optimizer
-from support.curricula_runs import STRATEGIES, images, prepare_texts, texts
+from support.curricula_runs import images, prepare_texts, texts
+from support.strategies import STRATEGIES
 
 SAMPLES, BATCH = 30, 4  # 7 batches an epoch, 8 of a loader that keeps the last sample
 FEATURES, CLASSES = 6, 3
