@@ -240,7 +240,7 @@ def test_a_step_of_a_pipeline_is_drawn(folder) -> None:
 
 
 def test_the_picture_needs_a_pipeline() -> None:
-    with pytest.raises(DloError, match="got one without a pipeline"):
+    with pytest.raises(DloError, match="does not support SingleProcessStrategy: it has no pipeline"):
         trainer(1, "one", max_steps=1, callbacks=[PipelineTimeline()]).fit(classifier(), DigitsData(image_size=16))
     with pytest.raises(DloError, match="step must be the number of an optimizer step, from 0, got -1"):
         PipelineTimeline(step=-1)
