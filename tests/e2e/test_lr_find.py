@@ -1,7 +1,6 @@
 """``dlo lr-find``: the sweep alone, on one rank and on two."""
 
 import json
-import subprocess
 
 import yaml
 
@@ -50,20 +49,6 @@ def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
     names = {path.name.partition(".out")[0] for path in folder.rglob("*")}
     assert names == {"config.yaml", "hparams.yaml", "lr_find.json", "lr_find.png", "events"}
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
-
-
-def test_ctrl_c_ends_it_and_leaves_nothing(dlo):
-    (dlo.folder / "small.yaml").write_text(CONFIG)
-    endless = ["--trainer.callbacks", "[{class_path: LRFinder, init_args: {num_steps: 1000000, max_lr: 1.0e-5}}]"]
-    process = dlo.start("lr-find", "--config", "small.yaml", *endless)
-    while "LRFinder step 1/1000000" not in (line := process.stderr.readline()):
-        assert line, process.communicate()
-    subprocess.run(["kill", "-INT", str(process.pid)], check=True)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "stopped before the first step; nothing to save"
-    assert "Traceback" not in err
-    assert not list(dlo.folder.rglob("lr_find.*"))
 
 
 def test_what_makes_no_sense_is_refused(tmp_path, monkeypatch, capsys):

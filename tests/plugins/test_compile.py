@@ -253,7 +253,7 @@ def test_on_an_accelerator_every_mode_trains_as_eager_does(mode, scope, tmp_path
     assert compiled == pytest.approx(losses([]), rel=1e-3)
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
 def test_a_language_model_runs_compiled_though_its_head_is_in_the_loss(scope):
     def train(callbacks):
         seed_everything(3, verbose=False)

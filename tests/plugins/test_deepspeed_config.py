@@ -1,11 +1,9 @@
 """A DeepSpeed configuration from options and a JSON: files, keys, old spellings, and what is refused of them."""
 
-import warnings
-
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import merge_options, warn_unused_checkpointing
+from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.json_file import get
 from support.deepspeed_configs import CONFIGS
 
@@ -157,15 +155,6 @@ def test_a_template_that_is_not_filled_in_is_refused_with_its_key(tmp_path, valu
 def test_a_batch_size_that_is_no_number_of_samples_is_refused_before_a_trainer_is_known(key, value):
     message = f'{key} must be an integer of at least 1 or "auto", got {value!r}'
     assert message in refused({}, {key: value, "zero_optimization": {"stage": 2}})
-
-
-def test_options_of_activation_checkpointing_that_no_task_uses_are_said():
-    section = {"partition_activations": True, "cpu_checkpointing": True, "profile": True}
-    with pytest.warns(UserWarning, match="partition_activations must be off, got true, .* set cpu_checkpointing"):
-        warn_unused_checkpointing({"activation_checkpointing": section})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_unused_checkpointing({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}})
 
 
 def test_a_file_that_is_missing_names_its_neighbour(tmp_path):

@@ -125,7 +125,7 @@ def test_a_resumed_run_is_the_same_at_and_around_each_change(data, tmp_path):
 
     whole, _ = run()
     assert whole.sizes == expected((8, 5), (12, 2), (16, 8))
-    for stop in (5, 6, 7):
+    for stop in (5, 7):
         first, cut = run(max_steps=stop)
         cut.save_checkpoint(tmp_path / "cut.ckpt")
         rest, _ = run(ckpt_path=tmp_path / "cut.ckpt")

@@ -14,7 +14,7 @@ from torch import nn
 from dlo_framework.testing.record import Recorder
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.curriculum.block_schedule import handle_calls
-from dlo_plugins.curriculum.layer_drop import LayerDrop, draw_kept, keep_probabilities, progressive_theta
+from dlo_plugins.curriculum.layer_drop import LayerDrop, keep_probabilities, progressive_theta
 from dlo_plugins.curriculum.stochastic_depth import StochasticDepthSchedule, depth_factor
 from dlo_plugins.memory.rotor_callback import Rotor
 from support.curricula_runs import check_resume, fit, images, refusal, seeded
@@ -26,18 +26,6 @@ def test_theta_and_the_keep_probabilities_are_the_papers():
     assert progressive_theta(1, 0.5, 100) == pytest.approx(0.5)
     # Algorithm 1: p starts at 1, and falls by (1 - theta) / L after each layer.
     assert keep_probabilities(0.5, 4) == pytest.approx([1, 0.875, 0.75, 0.625])
-
-
-def test_draws_keep_blocks_as_often_as_they_should():
-    probabilities = keep_probabilities(0.5, 4)
-    draws = torch.tensor([draw_kept(probabilities, step, seed=3) for step in range(4000)]).float()
-    assert draws.mean(0).tolist() == pytest.approx(probabilities, abs=0.03)
-    assert draws[:, 0].all()
-    # Blocks are drawn independently of each other.
-    assert float(torch.corrcoef(draws[:, 1:].T).fill_diagonal_(0).abs().max()) < 0.05
-    assert draw_kept(probabilities, 5, 3) != draw_kept(probabilities, 5, 4) or draw_kept(
-        probabilities, 6, 3
-    ) != draw_kept(probabilities, 6, 4)
 
 
 class Kept(Callback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -25,15 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_number_of_tokens_grows_to_all():
     assert [kept_tokens(at, 0.5, 0.8, 32, 8) for at in (0, 0.2, 0.4, 0.8, 1)] == [16, 24, 24, 32, 32]
     assert [kept_tokens(at, 0.5, 0.8, 30, 1) for at in (0, 0.4, 0.8)] == [15, 23, 30]
-
-
-def test_draws_are_uniform_ascending_and_of_each_block():
-    draws = [draw_tokens(16, 6, 2, step, 1, seed=3) for step in range(2000)]
-    counts = np.bincount(np.concatenate(draws), minlength=16) / 2000
-    assert counts[:2].tolist() == [1, 1]
-    assert counts[2:] == pytest.approx(4 / 14, abs=0.04)
-    assert all((np.diff(draw) > 0).all() and len(draw) == 6 for draw in draws)
-    assert draws[5].tolist() != draw_tokens(16, 6, 2, 5, 2, seed=3).tolist()
 
 
 def test_arguments_are_those_of_the_chosen_tokens():

@@ -55,8 +55,7 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
         assert rows * trainer["accumulate_grad_batches"] == 16
         assert (trainer["devices"], trainer["num_nodes"]) == (4, 1)
         assert content["model"]["init_args"]["recompute"] is False
-        assert main(["mesh", "--config", str(file)]) == 0
-        capsys.readouterr()
+    assert main(["mesh", "--config", str(file)]) == 0
 
 
 @pytest.mark.slow

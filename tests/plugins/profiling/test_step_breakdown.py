@@ -15,7 +15,6 @@ from dlo_plugins.profile.operations import (
     MATRIX,
     NORMALISATION,
     OPTIMIZER,
-    kind_of_kernel,
     kind_of_operator,
 )  # fmt: skip
 from dlo_plugins.profile.rank_profile import memory_timeline
@@ -178,17 +177,6 @@ def test_an_accelerators_time_is_that_of_its_kernels() -> None:
 )  # fmt: skip
 def test_kinds_of_operators(name: str, kind: str | None) -> None:
     assert kind_of_operator(name) == kind
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("void cutlass::Kernel<gemm>", MATRIX), ("triton_poi_fused_add_gelu_0", "compiled"),
-        ("void at::native::vectorized_layer_norm_kernel", NORMALISATION), ("elementwise_kernel", ELEMENTWISE),
-    ],
-)  # fmt: skip
-def test_kinds_of_kernels_without_an_operator(name: str, kind: str) -> None:
-    assert kind_of_kernel(name, "kernel", None) == kind
 
 
 def test_memory_at_the_peak_is_named_by_module_and_phase() -> None:

@@ -199,15 +199,6 @@ def test_a_plain_module_with_loaders_of_the_user(tmp_path: Path) -> None:
     assert report.before["val_loss"] == pytest.approx(report.after["val_loss"], rel=1e-2)
 
 
-def test_validate_alone_rounds_too(tmp_path: Path) -> None:
-    task, data = classifier(), DigitsData(image_size=16, batch_size=64)
-    trainer_of(tmp_path).fit(task, datamodule=data)
-    found = []
-    for callbacks in ([], [Quantise("int4_weights", when="aware")], []):
-        found.append(trainer_of(tmp_path, *callbacks).validate(task, datamodule=data, verbose=False)[0]["val_loss"])
-    assert found[0] == found[2] != found[1]
-
-
 @pytest.mark.parametrize(
     "scheme",
     [

@@ -21,18 +21,3 @@ def test_kills_of_workers_lose_and_double_no_trial(benchmark, tmp_path):
     assert found["trials"] == 30
     assert found["kills_inside_a_trial"] >= 1
     assert {name: found[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
-
-
-def test_faults_are_counted(benchmark, tmp_path):
-    """What the count would say of a sweep in which they occurred."""
-    folder = tmp_path / "sweep"
-    benchmark.kill_workers(folder, 1, seed=2)
-    lines = benchmark.read_executions(folder)
-    first = next(line for line in lines if line["what"] == "end")
-    for what in ("start", "end"):
-        benchmark.note(folder, first["trial"], what)
-    settings = benchmark.SweepSettings({}, {"x": {"uniform": [0, 1]}}, "value", "maximize", 7, sampler="random")
-    found = benchmark.count_faults(folder, settings, {})
-    assert found["lost"] == 1
-    assert found["again_after_its_end"] == 1
-    assert found["at_the_same_time"] >= 1
