@@ -88,10 +88,6 @@ def test_two_ranks_train_a_language_model_as_one_process() -> None:
     assert_parity(llm, cases(TWO[-1], ASYNC, *SHARED, *some), steps=2)
 
 
-def test_two_ranks_train_a_vit_as_one_process() -> None:
-    assert_parity(vit, cases({"pp": 2}, {"tp": 2, "sequence_parallel": True}, qk_norm=True), steps=2)
-
-
 class FullAdagrad(torch.optim.Adagrad):
     """Optimizer of full tensors whose constructor makes state."""
 
@@ -192,7 +188,8 @@ def test_every_family_along_every_axis(family: str) -> None:
 
 @pytest.mark.slow
 def test_pictures_along_every_axis() -> None:
-    """CoAtNets are in tests/plugins/tensor and test_rehearsed_plans."""
+    """In the ordinary suite, test_distill_ranks has a ViT under pp and test_prune_ranks one under tp."""
+    assert_parity(vit, cases({"pp": 2}, TWO[-1], qk_norm=True), steps=2)
     assert_parity(vit, cases(*TWO, *SCHEDULES), steps=50, timeout=3000)
 
 
