@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, default_collate
 
 from dlo_framework.callback import PluginCallback
+from dlo_framework.data.description import run_datamodule
 
 _TRANSFER = "batch_to_device"
 _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -109,7 +110,7 @@ class _Transfer:
 
 
 def _transfers_itself(trainer: Any) -> bool:
-    parts = [part for part in (getattr(trainer, "datamodule", None), trainer.lightning_module) if part is not None]
+    parts = [part for part in (run_datamodule(trainer), trainer.lightning_module) if part is not None]
     return any(is_overridden("transfer_batch_to_device", part) for part in parts)
 
 
@@ -146,7 +147,7 @@ def batches_are_new(trainer: Trainer) -> bool:
     hook after it; and a datamodule or module that declares ``makes_new_batches = True``, which promises it for the
     batches that its hooks return.
     """
-    datamodule = getattr(trainer, "datamodule", None)
+    datamodule = run_datamodule(trainer)
     parts = [part for part in (datamodule, trainer.lightning_module) if part is not None]
     declared = [getattr(part, "makes_new_batches", False) for part in parts]
     for part, is_declared in zip(parts, declared, strict=True):

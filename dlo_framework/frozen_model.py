@@ -20,6 +20,7 @@ from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.ema import AveragedModel
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean, shown_names
 from dlo_framework.placed_model import PlacedModel
@@ -164,7 +165,7 @@ class FrozenModel:
             self._placed = AveragedModel(trainer, self.average)
             return
         if self._made is None:
-            self.check(module, getattr(trainer, "datamodule", None), contract)
+            self.check(module, run_datamodule(trainer), contract)
         task, self._made = self._made, None
         assert task is not None
         device = strategy.root_device

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
+from dlo_framework.data.description import DataDescription
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
@@ -168,7 +169,7 @@ def check_parts(model: Any, datamodule: Any, *, predicts: bool = False) -> None:
         check_part = getattr(part, "check", None)
         if callable(check_part):
             check_part(*arguments)
-    check_predict = getattr(datamodule, "check_predict", None)
+    check_predict = DataDescription(datamodule).check_predict
     if predicts and callable(check_predict):
         check_predict()
 
@@ -208,7 +209,7 @@ def check_run(
         for frozen in find_frozen_models(owners):
             if not frozen.checked:  # by its owner's check_run
                 frozen.check(model, datamodule, strategy)
-        check_shares = getattr(datamodule, "check_shares", None)
+        check_shares = DataDescription(datamodule).check_shares
         if check_shares is not None and has_batch_size:
             check_shares(trainer)
     if command == "predict":

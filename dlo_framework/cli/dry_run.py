@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
+from dlo_framework.data.description import DataDescription
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_function
@@ -125,7 +126,7 @@ def describe_data(datamodule: LightningDataModule | None, shares: int) -> str:
     """Returns the data's class and batch: the global one, or for plain loaders, which Lightning divides, a rank's."""
     if datamodule is None:
         return "loaders of the module"
-    name, batch = type(datamodule).__name__, getattr(datamodule, "batch_size", None)
+    name, batch = type(datamodule).__name__, DataDescription(datamodule).batch_size
     if not batch:
         return name
     if isinstance(datamodule, ResumableDataModule):

@@ -21,6 +21,7 @@ from torch import Tensor
 from dlo_framework.batches import batch_size, sample_shapes
 from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.costs import FlopCounter, SampleShape, peak_flops
+from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm
 from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.local_memory import memory_now, reset_memory_peak
@@ -245,7 +246,7 @@ class RunMonitor(PluginCallback):
             peak = peak_flops(trainer)
             if peak:
                 scalars["speed/mfu"] = achieved / peak
-        corrupt = getattr(trainer.datamodule, "corrupt_images", None)  # type: ignore[attr-defined]
+        corrupt = DataDescription(run_datamodule(trainer)).corrupt_images
         if corrupt is not None:
             count = torch.tensor(float(corrupt), device=trainer.strategy.root_device)
             scalars["data/corrupt_samples"] = float(trainer.strategy.reduce(count, reduce_op="sum"))
@@ -285,7 +286,7 @@ class RunMonitor(PluginCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends a count of FLOPs that the exception has interrupted, and adds a note about the batch."""
-        note_batch(exception, self._running, getattr(trainer, "datamodule", None))
+        note_batch(exception, self._running, run_datamodule(trainer))
         self._running = None
         if self.flops is not None:
             self.flops.stop()

@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.errors import DloError, check_number, did_you_mean, unknown_hint
 from dlo_framework.optimizers import OPTIMIZERS
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
@@ -439,11 +440,11 @@ def scale_rates(optimizer: Optimizer, trainer: Trainer | None, scaling: Mapping[
     """
     if scaling is None:
         return 1.0
-    batch = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    batch = DataDescription(run_datamodule(trainer)).batch_size
     if trainer is None or not isinstance(batch, int):
         raise DloError(
             "lr_scaling must have a datamodule of dlo, whose batch_size counts the samples of all ranks, got"
-            f" {type(getattr(trainer, 'datamodule', None)).__name__}; leave lr_scaling out, and set lr for the batch"
+            f" {type(run_datamodule(trainer)).__name__}; leave lr_scaling out, and set lr for the batch"
         )
     ratio = batch * int(trainer.accumulate_grad_batches) / scaling["reference_batch"]
     factor = ratio if scaling.get("rule", "linear") == "linear" else math.sqrt(ratio)

@@ -1,10 +1,11 @@
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
+from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import CompileTarget, Distillable, Resizable, WeighsMicroBatches
@@ -122,3 +123,13 @@ def test_a_class_with_methods_of_an_ability_has_it_for_one_version():
     ):
         task.ability(Resizable)
     assert task.ability(Distillable).class_count is None
+
+
+def test_a_datamodule_is_asked_for_attributes_that_it_may_lack():
+    class Digits(LightningDataModule):
+        num_classes = 10
+
+    assert DataDescription(Digits()).num_classes == 10
+    assert DataDescription(None).seq_len is None
+    with pytest.raises(AttributeError, match="no attribute 'classes' of datamodules is declared"):
+        _ = DataDescription(Digits()).classes

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Draw, Position, ResumableDataModule
+from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
 from dlo_framework.run.position import DataHook, any_percentage, check_max_epochs, parse_position
 
@@ -83,7 +84,7 @@ class DifficultyOrder(PluginCallback):
                 "DifficultyOrder: the data must be a datamodule of dlo, or one that derives from ResumableDataModule,"
                 f" got {type(datamodule).__name__}; use TextData, ImageFolderData or your own"
             )
-        if getattr(datamodule, "packing", None) == "none":
+        if DataDescription(datamodule).packing == "none":
             raise DloError(
                 "DifficultyOrder: packing must be best_fit, got none, which orders samples by length; set packing:"
                 " best_fit"

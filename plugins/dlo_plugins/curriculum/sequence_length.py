@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data import ResumableDataModule
+from dlo_framework.data.description import DataDescription
 from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
 from dlo_framework.progress import check_end
@@ -149,7 +150,7 @@ class SequenceLength(FollowsSteps, BatchTransform):
         """
         check_end(trainer)
         self._set_points(trainer)
-        full = getattr(datamodule, "seq_len", None)
+        full = DataDescription(datamodule).seq_len
         sizes = [self.start] if self.start is not None else [size for sizes in self.steps.values() for size in sizes]
         if isinstance(full, int) and (largest := max(size for size in sizes if size is not None)) > full:
             raise DloError(

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from dlo_framework.ability import Ability
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.costs import is_compiled
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.checkpointing import BUCKETS
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.optimizer_steps import prefer_fused
@@ -218,7 +219,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         given: dict[str, Any] = {"precision": self.precision_plugin.precision}
         given["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         given |= {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
-        data: Any = getattr(trainer, "datamodule", None)
+        data: Any = run_datamodule(trainer)
         self.config = fill_from_trainer(self.asked, read_settings(given, self.world_size, data))
         check_available(self.config, self.root_device.type, self.world_size)
         super().setup(trainer)

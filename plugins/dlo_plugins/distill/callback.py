@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
@@ -350,7 +351,7 @@ class Distill(BatchTransform):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
+        self.check_run(trainer, pl_module, run_datamodule(trainer))
         assert isinstance(pl_module, Task)
         if self.hidden is not None:
             for number, name in enumerate(self._pairs["hidden"]):

@@ -30,6 +30,7 @@ from torch import Tensor
 from dlo_framework.batch_transform import BatchTransform, batches_are_new
 from dlo_framework.batches import replace_entries
 from dlo_framework.data import data_parallel_coordinates
+from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
 
@@ -289,10 +290,10 @@ class BatchMix(BatchTransform):
         self._classes, self._checked = classes, True
 
     def _find_classes(self, trainer: Trainer, module: LightningModule) -> int | None:
-        datamodule = getattr(trainer, "datamodule", None)
+        datamodule = run_datamodule(trainer)
         found = {
             "BatchMix": self.num_classes,
-            type(datamodule).__name__: getattr(datamodule, "num_classes", None),
+            type(datamodule).__name__: DataDescription(datamodule).num_classes,
             type(module).__name__: _setting(module, "num_classes"),
         }
         known = {name: int(value) for name, value in found.items() if isinstance(value, int)}

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, replace_entries
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
+from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError, check_number, check_one_of
 from dlo_framework.models.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.run.position import (
@@ -140,7 +141,7 @@ class ProgressiveResizing(BatchTransform):
         """Makes the built model accept other sizes, and checks that it does."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         accept_any_size(pl_module)
-        base = getattr(datamodule, "image_size", None)
+        base = DataDescription(datamodule).image_size
         self._schedule = self._make_schedule(pl_module, base)
         sizes = self._schedule.all_sizes()
         check_sizes(pl_module, [(size, size) for size in sizes], (base or sizes[-1],) * 2)

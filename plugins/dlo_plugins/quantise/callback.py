@@ -33,6 +33,7 @@ from torch import Tensor
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.callback import PluginCallback
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
@@ -218,7 +219,7 @@ class Quantise(PluginCallback):
             return
         with agreed_errors():
             if isinstance(pl_module, Task):
-                pl_module.check(getattr(trainer, "datamodule", None))  # It may read sizes of the model from the data.
+                pl_module.check(run_datamodule(trainer))  # It may read sizes of the model from the data.
             self.check_run(trainer, pl_module)
             if isinstance(pl_module, Task):
                 # Of the full model: tensor parallelism changes shapes, which the choice checks.
@@ -415,7 +416,7 @@ def evaluation_data(trainer: Trainer) -> EvaluationData:
 
     The trainer's own loaders may hold a rank's share. Lightning (2.6) has no public name for the given ones.
     """
-    datamodule = getattr(trainer, "datamodule", None)
+    datamodule = run_datamodule(trainer)
     if datamodule is not None:
         return EvaluationData(datamodule)
     sources = (trainer.fit_loop._data_source, trainer.fit_loop.epoch_loop.val_loop._data_source)

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.callback import PluginCallback
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task, checkable_module, model_and_plan
@@ -192,7 +193,7 @@ class LowPrecision(PluginCallback):
         else:
             with agreed_errors():
                 if isinstance(pl_module, Task):
-                    pl_module.check(getattr(trainer, "datamodule", None))  # It may read sizes from the data.
+                    pl_module.check(run_datamodule(trainer))  # It may read sizes from the data.
                 self.check_run(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.data import VOID
+from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.attention import Attention
@@ -160,7 +161,7 @@ class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable
         self._read_data(datamodule)
         if self.image_size is not None:
             timm_models.check_image_size(self.model_name, self.model_args, self.image_size)
-            evaluated = getattr(datamodule, "eval_image_size", None) or self.image_size
+            evaluated = DataDescription(datamodule).eval_image_size or self.image_size
             timm_models.check_eval_size(self.model_name, self.model_args, self.image_size, evaluated)
         with torch.device("meta"):
             model = self._build(pretrained=False)
@@ -170,7 +171,7 @@ class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable
     def setup(self, stage: str) -> None:
         """Reads open settings from the data, and builds the metrics."""
         if not self._checked:
-            self.check(getattr(self.trainer, "datamodule", None))
+            self.check(run_datamodule(self.trainer))
         if not hasattr(self, "measures"):
             assert self.num_classes is not None
             names = ["loss", "acc1", "acc5"] if self.num_classes > 5 else ["loss", "acc1"]
@@ -178,10 +179,10 @@ class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable
             self.confusion = Confusion(self.num_classes)
 
     def _read_data(self, datamodule: LightningDataModule | None) -> None:
-        theirs = getattr(datamodule, "num_classes", None)
+        data = DataDescription(datamodule)
+        theirs = data.num_classes
         if theirs is not None and int(theirs) < 2:
-            where = getattr(datamodule, "root", None) or type(datamodule).__name__
-            names = getattr(datamodule, "class_names", None)
+            where, names = data.root or type(datamodule).__name__, data.class_names
             raise DloError(
                 f"the data must have at least 2 classes, got {theirs}{f' ({names[0]})' if names else ''} in {where};"
                 " set data.init_args.root to the folder whose subfolders are the classes"
@@ -197,15 +198,14 @@ class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable
             )
         if self.bce_threshold is not None:
             check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
-        channels, given = self.model_args.get("in_chans", 3), getattr(datamodule, "channels", None)
+        channels, given = self.model_args.get("in_chans", 3), data.channels
         if given is not None and channels != given:
             raise DloError(
                 f"in_chans must be {given}, the channels of {type(datamodule).__name__}'s images, got {channels};"
                 " remove in_chans from model_args"
             )
-        size = getattr(datamodule, "image_size", None)
-        if self.image_size is None and isinstance(size, int):
-            self.image_size = size
+        if self.image_size is None and isinstance(data.image_size, int):
+            self.image_size = data.image_size
         # Saved with a checkpoint, so that `load_from_checkpoint` builds the same model without data.
         self.hparams["num_classes"], self.hparams["image_size"] = self.num_classes, self.image_size
 

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchmetrics import Metric
 
+from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.watch.media import log_image
 
 
@@ -76,11 +77,10 @@ class Confusion(Metric):
 
 def show_images(trainer: Trainer, batch: Any, count: int, num_classes: int) -> None:
     """Shows the first `count` images of a batch with their labels, as the model gets them."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    mean, std = getattr(data, "mean", None), getattr(data, "std", None)
+    data = DataDescription(run_datamodule(trainer))
 
     def make() -> Tensor:
-        images = denormalise(batch[0][:count], mean, std).cpu()
+        images = denormalise(batch[0][:count], data.mean, data.std).cpu()
         labels = target_labels(batch[1][:count], _class_names(trainer, num_classes))
         return image_grid(images, labels)
 
@@ -97,7 +97,7 @@ def show_confusion(trainer: Trainer, confusion: Confusion, stage: str) -> None:
 
 
 def _class_names(trainer: Trainer, num_classes: int) -> list[str]:
-    names = getattr(trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+    names = DataDescription(run_datamodule(trainer)).class_names
     return [str(name) for name in names] if names else [str(i) for i in range(num_classes)]
 
 

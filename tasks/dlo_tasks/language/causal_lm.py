@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from dlo_framework.batches import FULL_POSITIONS
 from dlo_framework.data import gradient_ranks
+from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.gradient_check import find_unused
 from dlo_framework.distributed.step_primitives import mean_over_data
@@ -233,13 +234,13 @@ class CausalLM(
         Raises:
             DloError: If one of them cannot be built.
         """
-        check_template = getattr(datamodule, "check_template", None)
-        if self.tokenizer_source is not None and check_template is not None:
-            check_template(self.tokenizer_source)
-        if self.prompts and getattr(datamodule, "trains_on_chats", False):
+        data = DataDescription(datamodule)
+        if self.tokenizer_source is not None and data.check_template is not None:
+            data.check_template(self.tokenizer_source)
+        if self.prompts and data.trains_on_chats:
             warn_of_plain_prompts("model.init_args.prompts", self.prompts)
         twin = self.on_meta()
-        check_windows(twin.model, getattr(datamodule, "seq_len", None), trained=self.model_name is not None)  # type: ignore[arg-type]
+        check_windows(twin.model, data.seq_len, trained=self.model_name is not None)  # type: ignore[arg-type]
         check_prompts(twin.model, self.prompts, None, self.sampling.max_new_tokens)  # type: ignore[arg-type]
         self._optimizer(twin.model)
 
@@ -275,7 +276,7 @@ class CausalLM(
     def _freeze_unused(self) -> None:
         """Freezes the parameters that get no gradient from text, if `freeze` has `auto`."""
         if "auto" in self.frozen:
-            for name in find_unused(self, self.example_batch(getattr(self._trainer, "datamodule", None))):
+            for name in find_unused(self, self.example_batch(run_datamodule(self._trainer))):
                 self.get_parameter(name).requires_grad_(False)
 
     def configure_model(self) -> None:
@@ -305,8 +306,8 @@ class CausalLM(
         device = torch.device("cpu") if self._trainer is None else self._root_device
         kernel = sparse_attention.install(model, self.attention, device)
         if self._trainer is not None and self.trainer.is_global_zero:
-            data = getattr(self._trainer, "datamodule", None)
-            sparse_attention.log_kernel(model, self.attention, kernel, getattr(data, "seq_len", None))
+            data = run_datamodule(self._trainer)
+            sparse_attention.log_kernel(model, self.attention, kernel, DataDescription(data).seq_len)
         self.model = self._adapted(model)
         self._freeze_unused()
         model_folders.prepare_meta_init(self.model, self.model_name)
@@ -316,8 +317,8 @@ class CausalLM(
         return self.trainer.strategy.root_device
 
     def _fit_to_data(self) -> None:
-        data = getattr(self._trainer, "datamodule", None)
-        self.tokenizer = getattr(data, "tokenizer", None)
+        data = run_datamodule(self._trainer)
+        self.tokenizer = DataDescription(data).tokenizer
         if self.tokenizer is None:
             if self.prompts and self._trainer is not None:
                 raise DloError(
@@ -408,7 +409,7 @@ class CausalLM(
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
         """Returns a batch of one row, as long as the data's windows."""
-        length = getattr(datamodule, "seq_len", None) or min(max_positions(self.config) or 512, 2048)
+        length = DataDescription(datamodule).seq_len or min(max_positions(self.config) or 512, 2048)
         row = torch.zeros(1, length, dtype=torch.long)
         positions = torch.arange(length)[None]
         return {"input_ids": row, "labels": row, "position_ids": positions, "tokens_in_step": torch.tensor(length)}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.data.description import DataDescription
 from dlo_framework.data.module import data_parallel_coordinates
 from dlo_framework.distributed.collectives import sum_over_ranks
 from dlo_framework.distributed.groups import control_group
@@ -167,7 +168,7 @@ class PreferenceLM(CausalLM):
             DloError: If they do not.
         """
         self._check_reference()
-        unpaired = getattr(datamodule, "unpaired", None)
+        unpaired = DataDescription(datamodule).unpaired
         if datamodule is not None and unpaired is None:
             raise DloError(
                 f"data must be PreferenceData for PreferenceLM, got {type(datamodule).__name__}; set data.class_path:"

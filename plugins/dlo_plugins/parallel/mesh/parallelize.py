@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.meta_init import check_initialisable, on_meta
@@ -353,12 +354,12 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
     given = options.appliers.ordered
     appliers = [applier for applier in given if applier.axis is None or spec.axis_size(applier.axis) > 1]
     if options.cuts_model or any(applier.needs_plan for applier in appliers):
-        run.plan = options.checked_plan(module, getattr(module._trainer, "datamodule", None))
+        run.plan = options.checked_plan(module, run_datamodule(module._trainer))
         _move_to_device(module, options.device)
         run.mesh = run.groups.device_mesh()
     if spec.pp > 1:  # Stages are balanced by the costs of the full model, before any applier changes it.
         assert run.plan is not None
-        datamodule = getattr(module._trainer, "datamodule", None)
+        datamodule = run_datamodule(module._trainer)
         split = options.pipelining.choose_split(module, run.plan, spec.pp, datamodule)
         appliers = sorted([CutIntoStages(options, split), *appliers], key=lambda applier: applier.phase)
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}

@@ -24,6 +24,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from dlo_framework.ability import find_ability
 from dlo_framework.batches import batch_size, slice_batch
+from dlo_framework.data.description import DataDescription
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.precision import wide_dtype
 from dlo_framework.errors import DloError
@@ -93,7 +94,7 @@ class PipelineOptions:
             DloError: They do not fit; the message computes the fix.
         """
         check_task(task)
-        batch, parts = getattr(datamodule, "batch_size", None), self.count_micro_batches(spec.pp)
+        batch, parts = DataDescription(datamodule).batch_size, self.count_micro_batches(spec.pp)
         # The number of blocks needed does not depend on their costs, which each rank counts when it cuts.
         where = make_schedule(self.schedule, spec.pp, parts, self.stages_per_rank).placement
         make_stages(task.model, plan, where.stages, self.split or "balanced")

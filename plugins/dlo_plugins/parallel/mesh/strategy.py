@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from dlo_framework.ability import Ability
 from dlo_framework.applier import Applier
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.checkpointing import ShardOwner
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
@@ -373,7 +374,7 @@ class MeshStrategy(ShardedStrategy, Replicas, StepsInBackward, HalfPrecisionGrad
         """Logs the share of the model that tensor parallelism divides, if more than norms are replicated."""
         tp = self.mesh_spec().tp
         if tp > 1:
-            plan = self._mesh_options().checked_plan(task, getattr(task._trainer, "datamodule", None))
+            plan = self._mesh_options().checked_plan(task, run_datamodule(task._trainer))
             found = self.appliers.tensor.coverage(task.model, plan, tp)
             if found.sharded_fraction < NEARLY_ALL:
                 rank_zero_info(f"tensor parallelism {found.describe()}")
