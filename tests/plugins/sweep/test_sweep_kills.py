@@ -18,6 +18,6 @@ def benchmark(monkeypatch):
 def test_kills_of_workers_lose_and_double_no_trial(benchmark, tmp_path):
     found = benchmark.kill_workers(tmp_path / "sweep", 3, seed=1)
     assert found["kills"] == 3
-    assert found["trials"] == 30
+    assert found["trials"] == 18
     assert found["kills_inside_a_trial"] >= 1
     assert {name: found[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
