@@ -4,7 +4,7 @@
     python docs/fill.py --check    exits with code 1 if a page is out of date
 
 A block is what is between ``<!-- fill: NAME ARGUMENTS -->`` and ``<!-- end of fill -->``. NAME is a directive of
-``hooks.py``, or ``code``, whose arguments are files, or sections of files: ``docs/examples/tumours.py:model``. Sections
+``hooks.py``, or ``code``, whose arguments are files, or sections of files: ``examples/own_data.py:model``. Sections
 are between the marks ``# --8<-- [start:model]`` and ``# --8<-- [end:model]``.
 """
 

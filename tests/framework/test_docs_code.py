@@ -18,7 +18,7 @@ from support.named_sets import isolate_named_sets
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-EXAMPLES = DOCS / "examples"
+EXAMPLES = DOCS.parent / "examples"
 
 
 def python_blocks() -> dict[str, list[str]]:
@@ -49,17 +49,43 @@ def dlo(*words: str, cwd: Path) -> str:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The folder in which a reader has made the files of "Write your own"."""
-    for file in EXAMPLES.glob("tumours.*"):
+    for file in EXAMPLES.glob("own_data.*"):
         shutil.copy(file, tmp_path)
     return tmp_path
 
 
 def test_the_example_trains(project):
-    dlo("fit", "--config", "tumours.yaml", "--trainer.max_epochs", "8", cwd=project)
-    summary = json.loads((project / "runs/tumours/version_0/summary.json").read_text())
+    dlo("fit", "--config", "own_data.yaml", "--trainer.max_epochs", "8", cwd=project)
+    summary = json.loads((project / "runs/own_data/version_0/summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["best_metric"]["val_acc1"] > 0.93
     assert set(summary) == set(documented_fields())
+
+
+def test_the_example_of_a_plugin_joins_a_run(project):
+    shutil.copy(EXAMPLES / "own_plugin.py", project)
+    words = ["--plugins", "[./own_data.py, ./own_plugin.py]", "--trainer.callbacks+", "LargestGradient"]
+    out = dlo("fit", "--config", "own_data.yaml", "--trainer.max_epochs", "2", *words, cwd=project)
+    assert re.search(r"the largest gradient norm was [\d.]+, in step \d+", out)
+
+
+def test_the_example_of_a_module_is_the_readmes():
+    """`test_python_api` runs it."""
+    script = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert (EXAMPLES / "own_module.py").read_text().partition('"""\n\n')[2] == script
+
+
+def test_the_example_of_a_fine_tuned_model_is_a_folder_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    turns = [("user", "What is {0} plus {0}?"), ("assistant", "It is {1}.")]
+    chats = ([{"role": role, "content": text.format(n, 2 * n)} for role, text in turns] for n in range(80))
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    shutil.copy(EXAMPLES / "finetune_and_export.yaml", tmp_path)
+    dlo("fit", "--config", "finetune_and_export.yaml", cwd=tmp_path)
+    dlo("checkpoint", "export", "best", "my-model", "--run", "finetune_and_export", cwd=tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
+    assert model.config.model_type == "llama"
+    assert not any("lora" in name for name, _ in model.named_parameters())
 
 
 def documented_fields() -> list[str]:
@@ -70,8 +96,8 @@ def documented_fields() -> list[str]:
 
 def test_the_scaffolded_callback_joins_a_run_as_the_page_says(project):
     dlo("plugins", "new", "callback", "epoch_clock", cwd=project)
-    words = ["--plugins", "[./tumours.py, ./epoch_clock.py]", "--trainer.callbacks+", "EpochClock"]
-    out = dlo("fit", "--config", "tumours.yaml", "--trainer.max_epochs", "1", *words, cwd=project)
+    words = ["--plugins", "[./own_data.py, ./epoch_clock.py]", "--trainer.callbacks+", "EpochClock"]
+    out = dlo("fit", "--config", "own_data.yaml", "--trainer.max_epochs", "1", *words, cwd=project)
     assert "epoch_seconds" in out
 
 

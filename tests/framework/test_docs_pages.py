@@ -28,7 +28,7 @@ TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 MADE_UP_CONFIGS = {
     "my.yaml",
     "machine.yaml",
-    "tumours.yaml",
+    "own_data.yaml",
     "own_transformer.yaml",
     "x.yaml",
     "runs/quickstart/version_0/config.yaml",

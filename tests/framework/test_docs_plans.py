@@ -125,8 +125,8 @@ class OfAPage(Task):
 
 def build(page: str) -> tuple[Any, Any]:
     if page == "write/task.md":
-        sys.path.insert(0, str(DOCS / "examples"))
-        module = importlib.import_module("tumours")
+        sys.path.insert(0, str(DOCS.parent / "examples"))
+        module = importlib.import_module("own_data")
         return module.TumourClassifier(width=8), module.TumourData(batch_size=32)
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(64, LENGTH, 3, generator=generator), torch.randint(CLASSES, (64,), generator=generator)
