@@ -27,7 +27,13 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.registry import allowed_roots, check_class_path
 from dlo_framework.run import runs
-from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of, plain_name
+from dlo_framework.strategy_contract import (
+    ForeignStrategy,
+    PlacesSecondModel,
+    StrategyContract,
+    contract_of,
+    plain_name,
+)
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import ReadsPlacedWeights
 from dlo_framework.yaml_text import read_yaml
@@ -130,7 +136,7 @@ class FrozenModel:
             check_weights(as_lazy_state_dict(load(path, level=None)["state_dict"]), twin, path)
         if contract is not None:
             try:
-                contract.check_frozen(twin, datamodule)
+                contract.ability(PlacesSecondModel).check_frozen(twin, datamodule)
             except DloError as error:
                 raise DloError(f"second model: {error}") from error
         self._made = task
@@ -178,7 +184,9 @@ class FrozenModel:
             _cast(task, self.dtype)
         task.eval().requires_grad_(False)
         loads = self.checkpoint is not None
-        placed = contract.place_frozen(task, dtype=self.dtype, offload=self.offload, loads_weights=loads)
+        placed = contract.ability(PlacesSecondModel).place_frozen(
+            task, dtype=self.dtype, offload=self.offload, loads_weights=loads
+        )
         _update_properties(task, device=device)
         if (reads := task.find_ability(ReadsPlacedWeights)) is not None:
             reads.read_placed_weights(placed.shards(), replaced=loads)

@@ -23,6 +23,7 @@ from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.lock import RunLock, check_free, check_only_starter, lock_run, release_all
 from dlo_framework.registry import Registry
 from dlo_framework.run import runs
+from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of
 
 
@@ -213,7 +214,9 @@ def check_run(
         if check_shares is not None and has_batch_size:
             check_shares(trainer)
     if command == "predict":
-        strategy.check_predict(model)
+        mesh = strategy.find_ability(ArrangesRanks)
+        if mesh is not None:
+            mesh.check_predict(model)
 
 
 def _warn_without_steps(trainer: Any) -> None:

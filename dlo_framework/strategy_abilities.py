@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.ability import Ability, HasAbilities
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.norms import total_norm
 
 
@@ -42,6 +43,52 @@ class Replicas(Ability):
             values: Tensors in the shape of this rank's shards of parameters, by parameter name; called on all ranks.
         """
         return total_norm(values.values())
+
+
+class ArrangesRanks(Ability):
+    """Ranks along the axes of a mesh."""
+
+    feature = "a mesh of ranks"
+    missing = "its ranks have no axes; use mesh, fsdp or hsdp"
+
+    @property
+    @abstractmethod
+    def groups(self) -> Any:
+        """Process groups of the mesh (:class:`~dlo_framework.distributed.groups.MeshGroups`)."""
+
+    @abstractmethod
+    def mesh_spec(self) -> MeshSpec:
+        """Returns the mesh of the run, also before its ranks start."""
+
+    @abstractmethod
+    def describe(self, module: Any, datamodule: Any = None, *, dtype: torch.dtype | None = None) -> Any:
+        """Returns a description of each rank's shards for ``dlo mesh``; nothing is started or allocated.
+
+        Args:
+            module: LightningModule of the run.
+            datamodule: Datamodule of the run; None without one.
+            dtype: Dtype of the floating-point parameters; None for that of the Trainer's precision.
+        """
+
+    @abstractmethod
+    def check_predict(self, module: Any) -> None:
+        """Checks that a model can predict on the mesh, before any process starts.
+
+        Raises:
+            DloError: It cannot.
+        """
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        spec = self.mesh_spec()
+        return spec.data_size * spec.cp
+
+    @property
+    def shard_size(self) -> int:
+        """Number of ranks that share one copy of the model."""
+        spec = self.mesh_spec()
+        return spec.world_size // spec.dp_replicate
 
 
 class StepsInBackward(Ability):
@@ -148,6 +195,12 @@ class SplitsSequences(Ability):
     @abstractmethod
     def full_sequences(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model takes full sequences, also where ranks share those of the steps."""
+
+
+def mesh_groups(strategy: HasAbilities) -> Any:
+    """Returns the process groups of a strategy's mesh; None without one."""
+    mesh = strategy.find_ability(ArrangesRanks)
+    return None if mesh is None else mesh.groups
 
 
 def full_sequences(strategy: HasAbilities) -> contextlib.AbstractContextManager[None]:

@@ -23,14 +23,55 @@ from torch.optim import Optimizer
 
 from dlo_framework.ability import Ability, HasAbilities
 from dlo_framework.local_memory import state_bytes
-from dlo_framework.mesh import MeshSpec
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_abilities import Replicas
 
 
-class StrategyContract(HasAbilities):
+class PlacesSecondModel(Ability):
+    """Second model beside the run's: by default each rank has the full one."""
+
+    feature = "a second model"
+    missing = "it has no place for one; use ddp, zero, fsdp or mesh"
+
+    def check_frozen(self, task: Any, datamodule: Any = None) -> None:
+        """Checks that the strategy can place a frozen task beside the run's model, before any process starts.
+
+        Args:
+            task: Task with its model on the meta device.
+            datamodule: Datamodule of the run; None without one.
+
+        Raises:
+            DloError: if it cannot; the message computes the nearest options that work.
+        """
+
+    def place_frozen(
+        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
+    ) -> PlacedModel:
+        """Places a frozen task beside the run's model; called on all ranks, after the run's model has been set up.
+
+        The default gives each rank the full model.
+
+        Args:
+            task: Task with its model, in evaluation mode, without a trainer and without trainable parameters; on the
+                meta device if the strategy builds models there.
+            dtype: Dtype of its parameters and inputs, in which it computes; None for the Trainer's precision.
+            offload: Whether its parameters are in CPU memory, and are copied to the device for each forward.
+            loads_weights: Whether :meth:`PlacedModel.load` follows, so that no initial values are needed.
+        """
+        strategy = _strategy_of(self)
+        context = strategy.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
+        return PlacedModel(task, strategy.root_device, context=context, offload=offload)
+
+    def place_own(self) -> PlacedModel:
+        """Returns the run's own model for forwards outside of steps, such as those of an average of its weights."""
+        strategy = _strategy_of(self)
+        context = strategy.precision_plugin.forward_context
+        return PlacedModel(_module_of(self), strategy.root_device, context=context, moved=True)
+
+
+class StrategyContract(HasAbilities, PlacesSecondModel):
     """Questions that callbacks, tasks, checkpoints and commands ask of a strategy.
 
     The defaults are those of a strategy that leaves each rank a full copy of parameters, gradients and optimizer state
@@ -46,28 +87,9 @@ class StrategyContract(HasAbilities):
     has_master_weights = False
     #: Whether a forward outside of a step must be called on all ranks: parameters may be gathered for it.
     forward_needs_all_ranks = False
-    #: Process groups of a mesh (:class:`~dlo_framework.distributed.groups.MeshGroups`); None without one.
-    groups: Any = None
     #: Checkpoint that ``dlo`` has found for the run. Lightning's trainer knows it only once it is loaded, after setup
     #: where state is sharded.
     checkpoint_to_load: str | None = None
-
-    def loads_checkpoint(self, trainer: Trainer) -> bool:
-        """Returns whether the run loads a checkpoint, asked at setup or later.
-
-        In Python, where state is sharded, it is known at setup if ``trainer.ckpt_path`` was set before the fit.
-        """
-        return (trainer.ckpt_path or self.checkpoint_to_load) is not None
-
-    @property
-    def shard_size(self) -> int | None:
-        """Number of ranks among which one copy of the state is divided; None for all ranks of the run."""
-        return None
-
-    @property
-    def gradient_ranks(self) -> int | None:
-        """Number of ranks over which gradients are averaged; None for those with different samples."""
-        return None
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -187,64 +209,6 @@ class StrategyContract(HasAbilities):
             DloError: if it cannot; the message computes the nearest options that work.
         """
 
-    def check_predict(self, module: Any) -> None:
-        """Checks that a model can predict under the strategy, before any process starts.
-
-        Raises:
-            DloError: if it cannot.
-        """
-
-    def mesh_spec(self) -> MeshSpec | None:
-        """Returns the mesh of the run, before its ranks start; None for a strategy without one."""
-        return None
-
-    def describe(self, module: Any, datamodule: Any = None, *, dtype: torch.dtype | None = None) -> Any:
-        """Returns a description of each rank's shards for ``dlo mesh``; None for a strategy without a mesh.
-
-        Args:
-            module: LightningModule of the run.
-            datamodule: Datamodule of the run; None without one.
-            dtype: Dtype of the floating-point parameters; None for that of the Trainer's precision.
-        """
-        return None
-
-    # --- a second model ------------------------------------------------------------------------------------
-
-    def check_frozen(self, task: Any, datamodule: Any = None) -> None:
-        """Checks that the strategy can place a frozen task beside the run's model, before any process starts.
-
-        Args:
-            task: Task with its model on the meta device.
-            datamodule: Datamodule of the run; None without one.
-
-        Raises:
-            DloError: if it cannot; the message computes the nearest options that work.
-        """
-
-    def place_frozen(
-        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
-    ) -> PlacedModel:
-        """Places a frozen task beside the run's model; called on all ranks, after the run's model has been set up.
-
-        The default gives each rank the full model.
-
-        Args:
-            task: Task with its model, in evaluation mode, without a trainer and without trainable parameters; on the
-                meta device if the strategy builds models there.
-            dtype: Dtype of its parameters and inputs, in which it computes; None for the Trainer's precision.
-            offload: Whether its parameters are in CPU memory, and are copied to the device for each forward.
-            loads_weights: Whether :meth:`PlacedModel.load` follows, so that no initial values are needed.
-        """
-        strategy = _strategy_of(self)
-        context = strategy.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
-        return PlacedModel(task, strategy.root_device, context=context, offload=offload)
-
-    def place_own(self) -> PlacedModel:
-        """Returns the run's own model for forwards outside of steps, such as those of an average of its weights."""
-        strategy = _strategy_of(self)
-        context = strategy.precision_plugin.forward_context
-        return PlacedModel(_module_of(self), strategy.root_device, context=context, moved=True)
-
 
 class ForeignStrategy(StrategyContract):
     """Adapter for a strategy that does not implement the contract.
@@ -314,11 +278,19 @@ def contract_of(strategy: Strategy) -> StrategyContract:
     return found
 
 
-def _strategy_of(contract: StrategyContract) -> Any:
+def loads_checkpoint(trainer: Trainer) -> bool:
+    """Returns whether a run loads a checkpoint, asked at setup or later.
+
+    In Python, where state is sharded, it is known at setup if ``trainer.ckpt_path`` was set before the fit.
+    """
+    return (trainer.ckpt_path or contract_of(trainer.strategy).checkpoint_to_load) is not None
+
+
+def _strategy_of(contract: object) -> Any:
     return contract.strategy if isinstance(contract, ForeignStrategy) else contract
 
 
-def _module_of(contract: StrategyContract) -> LightningModule:
+def _module_of(contract: object) -> LightningModule:
     module = _strategy_of(contract).lightning_module
     assert isinstance(module, LightningModule), "a strategy is asked after `connect` has given it its module"
     return module

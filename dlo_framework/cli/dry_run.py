@@ -24,6 +24,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_function
 from dlo_framework.run import runs
 from dlo_framework.run_setup import check_data, check_parts, check_run, find_start_checkpoint, resumed_run
+from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.trainer import Trainer
@@ -59,8 +60,8 @@ def _describe(cli: DloCLI, trainer: Trainer, path: str | None) -> Iterator[tuple
     ranks, fits = trainer.num_devices * trainer.num_nodes, cli.command == "fit"
     device = trainer.strategy.root_device.type
     yield "strategy", f"{type(trainer.strategy).__name__} on {ranks} rank(s) of {device}, {trainer.precision}"
-    spec = contract_of(trainer.strategy).mesh_spec()
-    sizes = {name: size for name, size in vars(spec).items() if isinstance(size, int)} if spec is not None else {}
+    mesh = contract_of(trainer.strategy).find_ability(ArrangesRanks)
+    sizes = {name: size for name, size in vars(mesh.mesh_spec()).items() if isinstance(size, int)} if mesh else {}
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     if axes:
         yield "mesh", ", ".join(f"{name} {size}" for name, size in axes.items())

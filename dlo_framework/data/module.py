@@ -20,6 +20,7 @@ from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of, data_share
 
 #: Most loading processes by default: on a CPU, which also computes, and elsewhere.
@@ -36,8 +37,8 @@ def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
 
 def gradient_ranks(trainer: Trainer | None) -> int:
     """Returns how many ranks gradients are averaged over: those with different data, or parts of a sequence."""
-    found = contract_of(trainer.strategy).gradient_ranks if trainer is not None else None
-    return data_parallel_coordinates(trainer)[1] if found is None else found
+    mesh = contract_of(trainer.strategy).find_ability(ArrangesRanks) if trainer is not None else None
+    return data_parallel_coordinates(trainer)[1] if mesh is None else mesh.gradient_ranks
 
 
 def per_rank_batch(batch_size: int, world_size: int, name: str = "batch_size") -> int:

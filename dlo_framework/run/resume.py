@@ -36,7 +36,7 @@ from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.data.evaluation import DistributedEvalLoader
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.random_streams import random_state, raw_random_state, restore_random_state, restore_stream
-from dlo_framework.strategy_abilities import DelayedGradients
+from dlo_framework.strategy_abilities import ArrangesRanks, DelayedGradients
 from dlo_framework.strategy_contract import contract_of, data_share
 
 KEY = "dlo"
@@ -281,9 +281,10 @@ def _random_stream(trainer: Trainer) -> list[int]:
 
     Stages draw the random numbers of their own blocks. Other ranks of one share draw the same.
     """
-    contract = contract_of(trainer.strategy)
-    spec = contract.mesh_spec()
-    stage = (0, 1) if spec is None else (spec.coordinates(trainer.global_rank).pp, spec.pp)
+    mesh, stage = contract_of(trainer.strategy).find_ability(ArrangesRanks), (0, 1)
+    if mesh is not None:
+        spec = mesh.mesh_spec()
+        stage = (spec.coordinates(trainer.global_rank).pp, spec.pp)
     return [*data_share(trainer.strategy), *stage]
 
 

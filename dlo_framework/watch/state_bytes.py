@@ -24,7 +24,7 @@ from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.local_memory import states_per_parameter
-from dlo_framework.strategy_abilities import Pipelined
+from dlo_framework.strategy_abilities import ArrangesRanks, Pipelined, mesh_groups
 from dlo_framework.strategy_contract import contract_of, plain_name
 
 #: Optimizer step at which a run is measured: before the first step optimizers have no state.
@@ -265,7 +265,8 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     masters = strategy.has_master_weights
     element = 4 if masters else max((p.element_size() for p in trained), default=4)
     kept = states_per_parameter(trainer.strategy.optimizers) / element
-    ranks = strategy.shard_size or trainer.world_size
+    mesh = strategy.find_ability(ArrangesRanks)
+    ranks = trainer.world_size if mesh is None else mesh.shard_size
     frozen = sum(strategy.full_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)
 
@@ -304,7 +305,7 @@ class TrafficReport(PluginCallback):
         if self._steps is None or self._steps < STEP or self._counter is not None or self.found is not None:
             return
         if self._is_new_step and trainer.is_global_zero and trainer.world_size > 1 and not is_compiled(pl_module):
-            groups = contract_of(trainer.strategy).groups
+            groups = mesh_groups(contract_of(trainer.strategy))
             self._began = trainer.global_step
             self._counter = TrafficCounter((lambda name: "data") if groups is None else groups.axis_of)
             self._counter.__enter__()

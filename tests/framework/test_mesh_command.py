@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
         "use tp=3 or run 4 or 8 processes": [*MESH, "--ranks", "6", *options(tp=4)],
         "--ranks must be at least 1": [*MESH, "--ranks", "0"],
         "trainer.devices must be a number where the run's machine is not at hand, got auto": [*MESH, *options(tp=2)],
-        "MeshStrategy or FSDPStrategy, got DataParallelStrategy": [
+        "dlo mesh does not support DataParallelStrategy: its ranks have no axes": [
             *MESH[:3],
             "--ranks",
             "2",

@@ -24,7 +24,7 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.errors import DloError, agreed_errors, check_number
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
-from dlo_framework.strategy_abilities import Replicas
+from dlo_framework.strategy_abilities import Replicas, mesh_groups
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.media import log_scalars
 from dlo_plugins.compression.ddp_hooks import average_tensors
@@ -253,7 +253,7 @@ class _Place:
 
 
 def _place(trainer: Trainer) -> _Place:
-    groups = contract_of(trainer.strategy).groups
+    groups = mesh_groups(contract_of(trainer.strategy))
     if groups is None:
         return _Place(trainer.world_size, trainer.global_rank)
     own = groups.replica_group

@@ -29,8 +29,8 @@ from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.placed_model import PlacedModel
-from dlo_framework.strategy_abilities import full_sequences
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_abilities import full_sequences, mesh_groups
+from dlo_framework.strategy_contract import contract_of, loads_checkpoint
 from dlo_framework.task import Task, add_training_module, training_modules
 from dlo_framework.task_abilities import CompletesBatches, Distillable, WeighsMicroBatches
 from dlo_framework.watch.media import log_scalars
@@ -374,7 +374,7 @@ class Distill(BatchTransform):
         self._check_classes(pl_module, self.teacher.placed.task)  # A vocabulary is known only now.
         if self.token:
             self._check_token(pl_module)
-        if self.every is not None and not contract_of(trainer.strategy).loads_checkpoint(trainer):
+        if self.every is not None and not loads_checkpoint(trainer):
             self._copy_layers(trainer)
         self._replace_methods(pl_module)
         if self.on_policy is not None:
@@ -606,7 +606,7 @@ def _same_positions(student: torch.Size, teacher: torch.Size) -> bool:
 
 def _sharing_group(trainer: Trainer) -> Any:
     """Returns the process group of the ranks that share sequences (`cp`); None without any."""
-    groups = contract_of(trainer.strategy).groups
+    groups = mesh_groups(contract_of(trainer.strategy))
     return None if groups is None or groups.spec.cp == 1 else groups.group("cp")
 
 
@@ -614,5 +614,5 @@ def _sharding_sequences(strategy: Any) -> Communicator | None:
     """Returns the communicator of the ranks of `tp`, if they shard tokens between blocks; None otherwise."""
     if not isinstance(strategy, MeshStrategy) or not strategy.appliers.tensor.sequence_parallel:
         return None
-    groups = contract_of(strategy).groups
+    groups = mesh_groups(contract_of(strategy))
     return Communicator(groups.group("tp")) if groups is not None and groups.spec.tp > 1 else None

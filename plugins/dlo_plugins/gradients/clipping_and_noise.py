@@ -31,6 +31,7 @@ from dlo_framework.data.order import hash64
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import check_number
 from dlo_framework.shards import Box, Shard, held_boxes
+from dlo_framework.strategy_abilities import mesh_groups
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.parallel.stepped_gradients import (
@@ -172,7 +173,7 @@ class AdaptiveGradientClipping(PluginCallback):
         names = [name for name in dict.fromkeys(names) if name not in self._excluded]
         norms = self._norms.get(id(inner))
         if norms is None or norms.names != names:  # Parameter groups may be added during a run.
-            mesh = contract_of(strategy).groups
+            mesh = mesh_groups(contract_of(strategy))
             group = mesh.replica_group if mesh is not None and mesh.separate_copies else None
             self._norms[id(inner)] = norms = UnitNorms(names, stepped, strategy.root_device, group)
         weights, gradients, is_used = norms.measure(stepped)

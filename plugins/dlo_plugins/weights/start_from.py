@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import check, load
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import loads_checkpoint
 
 
 class StartFrom(PluginCallback):
@@ -38,6 +38,6 @@ class StartFrom(PluginCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loads the weights, unless the run continues from a checkpoint of its own."""
-        if not contract_of(trainer.strategy).loads_checkpoint(trainer):
+        if not loads_checkpoint(trainer):
             content = load(self.checkpoint, level="size")
             trainer.strategy.load_model_state_dict(content, strict=True)

@@ -28,7 +28,7 @@ from dlo_framework.models.experts.routers import BIAS
 from dlo_framework.models.recompute import recompute
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.strategy_abilities import Pipelined, full_sequences
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, loads_checkpoint
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import (
     BoundsLogits,
@@ -646,7 +646,7 @@ class CausalLM(
 
     def on_fit_start(self) -> None:
         """Reads the weights of a model that was built on the meta device; each rank reads its own shards."""
-        resumes = contract_of(self.trainer.strategy).loads_checkpoint(self.trainer)
+        resumes = loads_checkpoint(self.trainer)
         model_folders.read_weights(self, resumes=resumes)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start

@@ -22,6 +22,7 @@ from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.models.attention import Attention
+from dlo_framework.strategy_abilities import mesh_groups
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import log_scalars
 from dlo_tasks.language import adapters, batches, language_models, preference_losses
@@ -373,7 +374,7 @@ class PreferenceLM(CausalLM):
             parts += [torch.where(of_chosen, -values, 0), of_chosen.to(values.dtype)]
         inside = numbers[:, None] == torch.arange(answers.shape[1], device=numbers.device)[:, None]  # [B, A, L]
         sums = [(part[:, None] * inside).sum(dim=2) for part in parts]
-        groups = None if self._trainer is None else contract_of(self._trainer.strategy).groups
+        groups = None if self._trainer is None else mesh_groups(contract_of(self._trainer.strategy))
         if groups is None or groups.spec.cp == 1:
             return AnswerSums(*sums)
         return AnswerSums(*sum_over_ranks(torch.stack(sums), groups.group("cp")))

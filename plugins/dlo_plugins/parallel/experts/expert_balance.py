@@ -22,6 +22,7 @@ from dlo_framework.models.experts.balance import (
     token_group,
     watch_loads,
 )
+from dlo_framework.strategy_abilities import mesh_groups
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.task import checkable_module
 from dlo_framework.watch.media import is_logged, log_scalars, save_figure
@@ -142,7 +143,7 @@ def gather_balance(trainer: Trainer, loads: list[RouterLoad]) -> dict[str, Layer
         loads: Sums of this rank.
     """
     sums = sum_loads(loads, token_group(trainer), trainer.strategy.root_device)
-    groups = contract_of(trainer.strategy).groups
+    groups = mesh_groups(contract_of(trainer.strategy))
     if groups is not None and groups.spec.pp > 1:
         stages: list[list[Tensor]] = [[] for _ in range(groups.spec.pp)]
         dist.all_gather_object(stages, sums, group=groups.group("pp"))

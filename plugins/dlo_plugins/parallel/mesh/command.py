@@ -6,7 +6,8 @@ import json
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import check_number
+from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of
 
 _HELP = """Draw the mesh of a config: the coordinates of each rank on the axes, and its shards of the model.
@@ -38,16 +39,10 @@ def main(argv: list[str]) -> int:
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
 
         run = SimulatedRun(found, options.ranks, "dlo mesh")
-    strategy = run.trainer.strategy
-    contract = contract_of(strategy)
-    description = contract.describe(run.model, run.datamodule)
-    if description is None:
-        raise DloError(
-            f"mesh: strategy must be MeshStrategy or FSDPStrategy, got {type(strategy).__name__}; set"
-            " --trainer.strategy mesh, fsdp or hsdp"
-        )
+    mesh = contract_of(run.trainer.strategy).ability(ArrangesRanks, "dlo mesh")
+    description = mesh.describe(run.model, run.datamodule)
     for frozen in run.second_models():
         twin = frozen.check(run.model, run.datamodule)
-        description = description.beside(contract.describe(twin, run.datamodule, dtype=frozen.dtype), frozen.offload)
+        description = description.beside(mesh.describe(twin, run.datamodule, dtype=frozen.dtype), frozen.offload)
     print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
     return 0

@@ -31,6 +31,7 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.run.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_abilities import (
+    ArrangesRanks,
     DelayedGradients,
     HalfPrecisionGradients,
     Pipelined,
@@ -38,6 +39,7 @@ from dlo_framework.strategy_abilities import (
     SplitsSequences,
     StepsInBackward,
 )
+from dlo_framework.strategy_contract import loads_checkpoint
 from dlo_plugins.parallel.fsdp.sharding import check_reshard
 from dlo_plugins.parallel.gathered_dtype import (
     Bf16Weights,
@@ -64,7 +66,7 @@ from dlo_plugins.parallel.tensor.tp_plan import NEARLY_ALL
 from dlo_plugins.parallel.user_code import JointGradients, watch_hooks
 
 
-class MeshStrategy(ShardedStrategy, Replicas, StepsInBackward, HalfPrecisionGradients, SplitsSequences):
+class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, HalfPrecisionGradients, SplitsSequences):
     """Arranges the ranks as a mesh of up to five axes, and parallelizes the model along them.
 
     `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks. The
@@ -332,7 +334,7 @@ class MeshStrategy(ShardedStrategy, Replicas, StepsInBackward, HalfPrecisionGrad
         if state is None:
             self._log_coverage(module)
             run = ParallelRun(module, options, self.groups, self.broadcast(torch.initial_seed()))
-            state = parallelize(run, loads_weights=self.loads_checkpoint(trainer))
+            state = parallelize(run, loads_weights=loads_checkpoint(trainer))
         state.check_unchanged(options, trains=fitting)
         self._groups = state.sharded.groups
         state.sharded.collect_params()
@@ -583,12 +585,6 @@ class MeshStrategy(ShardedStrategy, Replicas, StepsInBackward, HalfPrecisionGrad
         return {"num_replicas": spec.data_size, "rank": spec.data_rank(self.global_rank)}
 
     @property
-    def gradient_ranks(self) -> int:
-        """Number of ranks over which gradients are averaged."""
-        spec = self.mesh_spec()
-        return spec.data_size * spec.cp
-
-    @property
     def data_group(self) -> dist.ProcessGroup:
         """Group of the ranks that see different data."""
         return self.groups.data_group
@@ -666,12 +662,6 @@ class MeshStrategy(ShardedStrategy, Replicas, StepsInBackward, HalfPrecisionGrad
     def _shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a batch that the ranks of one model share."""
         return batch if self._context.sequence is None else self._context.shard_batch(batch)
-
-    @property
-    def shard_size(self) -> int:
-        """Number of ranks that share one copy of the model."""
-        spec = self.mesh_spec()
-        return spec.world_size // spec.dp_replicate
 
     def about(self) -> dict[str, Any]:
         """Returns the run's description for a checkpoint's manifest."""

@@ -31,7 +31,7 @@ from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_abilities import ExplainsNaN, HalfPrecisionGradients, Replicas, StepsInBackward
-from dlo_framework.strategy_contract import plain_name
+from dlo_framework.strategy_contract import loads_checkpoint, plain_name
 from dlo_plugins.parallel.gathered_dtype import (
     Bf16Weights,
     check_precision,
@@ -187,7 +187,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
         """Builds the optimizers, and moves the parameters into flat groups."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
         self._rounding = prepare_weights(self.bf16_weights, module)
-        communicator, initialise = Communicator(), self._initialiser(module, self.loads_checkpoint(trainer))
+        communicator, initialise = Communicator(), self._initialiser(module, loads_checkpoint(trainer))
         if self.stage < 3:
             if initialise is not None:
                 initialise(module, "")
