@@ -26,7 +26,7 @@ from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import check_number
 from dlo_framework.placed_model import PlacedModel, evaluation_mode
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import PlacesSecondModel, contract_of
 
 _CURRENT = "current_model_state"
 _STATE = "averaging_state"
@@ -297,7 +297,7 @@ class AveragedModel(PlacedModel, PluginCallback):
 
     def __init__(self, trainer: Trainer, decay: float) -> None:
         self._trainer, self._contract = trainer, contract_of(trainer.strategy)
-        self._inner = self._contract.place_own()
+        self._inner = self._contract.ability(PlacesSecondModel).place_own()
         super().__init__(self._inner.task, self._inner.device, moved=True)
         self._average = WeightAverage(decay, copies_buffers=True)
         self._head: Any = None

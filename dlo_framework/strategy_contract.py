@@ -26,7 +26,7 @@ from dlo_framework.local_memory import state_bytes
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
-from dlo_framework.strategy_abilities import Replicas
+from dlo_framework.strategy_abilities import Replicas, mesh_groups
 
 
 class PlacesSecondModel(Ability):
@@ -94,9 +94,12 @@ class StrategyContract(HasAbilities, PlacesSecondModel):
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that see different data, for a mean without a barrier; None to ask ``reduce``."""
-        if type(_strategy_of(self)).reduce is not DDPStrategy.reduce or not dist.is_initialized():
+        if not dist.is_initialized():
             return None
-        return dist.group.WORLD
+        groups = mesh_groups(self)
+        if groups is not None:
+            return groups.data_group
+        return dist.group.WORLD if type(_strategy_of(self)).reduce is DDPStrategy.reduce else None
 
     # --- state of the run ----------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ import itertools
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clippi
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
+from dlo_framework.shards import Shard
 from dlo_framework.strategy_abilities import Replicas, StepsInBackward
 from dlo_framework.strategy_contract import with_strides_of
 
@@ -302,6 +303,22 @@ class BackwardBuckets:
         self._ready(bucket)
 
 
+class ShardedState(Protocol):
+    """State of optimizers of which each rank has a part, by parameter name."""
+
+    def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank."""
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
+
+    def as_shard(self, name: str, value: Tensor) -> Shard:
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
+        """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
+
+
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     """Base class of strategies that shard a model's state over the ranks.
 
@@ -317,6 +334,8 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     forward_needs_all_ranks = True
     #: Whether `configure_model` builds models on the meta device; they get memory as they are sharded.
     meta_init = False
+    #: Stochastic rounding of the optimizers' steps, which must not round the state that they load; None without.
+    _rounding: Any = None
 
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
@@ -478,7 +497,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
 
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers, such as the statistics of batch norm, to all ranks.
 
         DistributedDataParallel broadcasts before each forward, and discards the other ranks' updates too. So a
@@ -491,18 +510,68 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     def on_validation_start(self) -> None:
         """Broadcasts rank 0's buffers before an evaluation."""
-        self.share_buffers()
+        self._share_buffers()
 
     on_test_start = on_predict_start = on_validation_start
 
+    def on_validation_end(self) -> None:
+        """Frees the parameters that the evaluation gathered, since the next may have other weights."""
+        self._free_gathered()
+
+    on_test_end = on_predict_end = on_train_end = on_validation_end
+
+    def _free_gathered(self) -> None:
+        """Frees the parameters that are gathered."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch to the device, with its counts; a batch that a callback has moved is left alone."""
+        return super().batch_to_device(self.attach_counts(batch), device, dataloader_idx)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns this rank's tensors and shards of the module's state, by name; called on all ranks."""
-        self.share_buffers()
+        self._share_buffers()
         return super().lightning_module_state_dict()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' state."""
+        with self._rounding.loading() if self._rounding is not None else contextlib.nullcontext():
+            super().load_optimizer_state_dict(checkpoint)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns a decision that all ranks agree on; this process's own before the ranks are connected."""
+        if not dist.is_initialized():
+            return decision
+        vote = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(vote)
+        return bool(vote == self.world_size) if all else bool(vote)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    # --- optimizer state -----------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> ShardedState | None:
+        """Optimizer state of the run; None for a strategy that overrides the questions about it."""
+        return None
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
+        return super().optimizer_tensors(optimizer) if self._state is None else self._state.tensors(optimizer)
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
+        return super().group_names(optimizer) if self._state is None else self._state.group_names(optimizer)
+
+    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
+        return super().as_shard(name, tensor, value) if self._state is None else self._state.as_shard(name, value)
+
+    def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns an uninitialised shard of a state tensor for this rank."""
+        found = None if self._state is None else self._state.empty_shard(name, shape, dtype)
+        return super().empty_shard(name, tensor, shape, dtype) if found is None else found
 
     def guard_hooks(self, optimizer: Optimizer | None = None) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for hooks in which the user's code may read and change gradients.

@@ -221,7 +221,7 @@ class NoWaits(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.store = dist.distributed_c10d._get_default_store()
-        pipeline: Pipeline = trainer.strategy.pipelined.pipeline  # type: ignore[attr-defined]
+        pipeline: Pipeline = trainer.strategy.engine.pipelined.pipeline  # type: ignore[attr-defined]
         pipeline.loss_ready = self.wait
 
     def wait(self, loss: Tensor) -> None:
@@ -231,7 +231,7 @@ class NoWaits(Callback):
             self.store.wait([f"step {step + 1}"], timedelta(seconds=60))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.strategy.pipelined.pipeline.rank == 0:  # type: ignore[attr-defined]
+        if trainer.strategy.engine.pipelined.pipeline.rank == 0:  # type: ignore[attr-defined]
             self.store.set(f"step {batch_idx}", "")
 
 

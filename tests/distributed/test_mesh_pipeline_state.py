@@ -21,6 +21,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume
+from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
@@ -188,8 +189,7 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
     trainer(world_size, pipeline(micro_batches=2), limit_val_batches=0).fit(task, batches(8))
     again = pipeline(micro_batches=3)
     trainer(world_size, again, limit_val_batches=0).fit(task, batches(8))
-    assert again.pipelined is not None
-    assert again.pipelined.micro_batches == 3
+    assert again.ability(Pipelined).micro_batches == 3
     other = trainer(world_size, pipeline(micro_batches=2, schedule="GPipe"), limit_val_batches=1)
     other.validate(task, batches(8), verbose=False)  # Forward alone has no schedule.
     with pytest.raises(DloError, match=r"cut by an earlier run with schedule=1F1B, got schedule=GPipe"):

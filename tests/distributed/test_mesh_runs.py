@@ -223,7 +223,7 @@ def _drawn(rank: int, world_size: int, folder: Path) -> Any:
         logger=CSVLogger(folder / "drawn"),
     )
     run.fit(language_model(), datamodule=text(folder))
-    recording = run.strategy.pipelined.pipeline.record
+    recording = run.strategy.engine.pipelined.pipeline.record
     return recording
 
 

@@ -34,8 +34,9 @@ from dlo_framework.run.position import (
     parse_position,
     run_fraction,
 )
+from dlo_framework.strategy_abilities import SplitsSequences
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import is_logged, log_scalars
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 
 _STREAM = 0x534C  # of the draws, among other hashes of the same seed
 Method = Literal["split", "truncate"]
@@ -157,9 +158,9 @@ class SequenceLength(FollowsSteps, BatchTransform):
                 f"SequenceLength: a length must be at most seq_len of the data, {full}, got {largest}; set seq_len to"
                 f" {largest}"
             )
-        strategy = trainer.strategy
-        if isinstance(strategy, MeshStrategy):
-            shards = strategy.sequence_multiple()
+        split = contract_of(trainer.strategy).find_ability(SplitsSequences)
+        if split is not None:
+            shards = split.sequence_multiple()
             if self.multiple % shards:
                 raise DloError(
                     f"SequenceLength: multiple must be a multiple of {shards} on a mesh that shards sequences, got"

@@ -29,8 +29,8 @@ from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.placed_model import PlacedModel
-from dlo_framework.strategy_abilities import full_sequences, mesh_groups
-from dlo_framework.strategy_contract import contract_of, loads_checkpoint
+from dlo_framework.strategy_abilities import SplitsSequences, full_sequences, mesh_groups
+from dlo_framework.strategy_contract import PlacesSecondModel, contract_of, loads_checkpoint
 from dlo_framework.task import Task, add_training_module, training_modules
 from dlo_framework.task_abilities import CompletesBatches, Distillable, WeighsMicroBatches
 from dlo_framework.watch.media import log_scalars
@@ -268,7 +268,8 @@ class Distill(BatchTransform):
         assert self.on_policy is not None
         strategy = trainer.strategy
         module.ability(CompletesBatches, "Distill: on_policy")
-        shards = strategy.sequence_multiple() if isinstance(strategy, MeshStrategy) else 1
+        split = contract_of(strategy).find_ability(SplitsSequences)
+        shards = 1 if split is None else split.sequence_multiple()
         if self.on_policy.multiple % shards:
             raise DloError(
                 f"Distill: on_policy.multiple must be a multiple of {shards} on a mesh that shards sequences, got"
@@ -378,7 +379,7 @@ class Distill(BatchTransform):
             self._copy_layers(trainer)
         self._replace_methods(pl_module)
         if self.on_policy is not None:
-            self._own = contract_of(trainer.strategy).place_own()
+            self._own = contract_of(trainer.strategy).ability(PlacesSecondModel).place_own()
         if self._pairs:
             self._ours = LayerOutputs(pl_module.model, [name for pairs in self._pairs.values() for name in pairs])
             names = [name for pairs in self._pairs.values() for name in pairs.values()]

@@ -17,12 +17,13 @@ from dlo_framework.distributed.model_units import find_units
 from dlo_framework.errors import check_number
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.strategy_abilities import HalfPrecisionGradients
 from dlo_plugins.parallel.fsdp.precision_policy import mixed_precision
 from dlo_plugins.parallel.fsdp.sharding import ShardedModule, ShardOptions, match_units
-from dlo_plugins.parallel.gathered_dtype import default_param_dtype
+from dlo_plugins.parallel.gathered_dtype import check_sent_dtype, default_param_dtype
 
 
-class FullyShard(Applier):
+class FullyShard(Applier, HalfPrecisionGradients):
     """Shards parameters, gradients and optimizer state over the ranks that share a copy of a model.
 
     In a config it replaces MeshStrategy's own: `appliers: [{class_path: FullyShard, init_args: {offload: true}}]`.
@@ -114,6 +115,12 @@ class FullyShard(Applier):
             backward_prefetch=self.prefetch[1],
             whole_steps=whole_steps,
         )
+
+    def send_gradients_in(self, dtype: torch.dtype) -> None:
+        """Sends gradients over the data axes in a half precision."""
+        param, reduce, output = self.dtypes
+        check_sent_dtype(reduce, dtype)
+        self.dtypes = (param, str(dtype).removeprefix("torch."), output)
 
     def apply_to_run(self, run: Any) -> None:
         """Shards a run's module unit by unit, with the task's steps as the root."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,12 +38,12 @@ from dlo_framework.strategy_abilities import (
     SplitsSequences,
     StepsInBackward,
 )
-from dlo_framework.strategy_contract import loads_checkpoint
+from dlo_framework.strategy_contract import PlacesSecondModel, loads_checkpoint
+from dlo_plugins.parallel.fsdp.sharded_optimizers import OptimizerShards
 from dlo_plugins.parallel.fsdp.sharding import check_reshard
 from dlo_plugins.parallel.gathered_dtype import (
     Bf16Weights,
     check_precision,
-    check_sent_dtype,
     prepare_weights,
 )
 from dlo_plugins.parallel.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
@@ -61,12 +60,11 @@ from dlo_plugins.parallel.mesh.parallelize import (
 )
 from dlo_plugins.parallel.mesh.pipelined_task import PipelinedTask, PipelineOptions, check_predict
 from dlo_plugins.parallel.pipeline.pipeline_schedules import flushes
-from dlo_plugins.parallel.stochastic_rounding import StochasticSteps
 from dlo_plugins.parallel.tensor.tp_plan import NEARLY_ALL
 from dlo_plugins.parallel.user_code import JointGradients, watch_hooks
 
 
-class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, HalfPrecisionGradients, SplitsSequences):
+class MeshStrategy(ShardedStrategy, ArrangesRanks):
     """Arranges the ranks as a mesh of up to five axes, and parallelizes the model along them.
 
     `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks. The
@@ -137,12 +135,12 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         check_choice("bf16_weights", bf16_weights, get_args(Bf16Weights))
         super().__init__(timeout_minutes=timeout_minutes)
         self.bf16_weights = bf16_weights
-        self._rounding: StochasticSteps | None = None
         axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
         self.spec, self.meta_init = MeshSpec(**axes, ep=ep), meta_init
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
+        self.separates = False  # whether each copy trains by itself
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
         self.engine: MeshEngine | None = None
@@ -155,8 +153,9 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    def _mesh_options(self) -> MeshOptions:
-        """Returns the options of this run, with the mesh's sizes known."""
+    @property
+    def _options(self) -> MeshOptions:
+        """Options of this run, with the mesh's sizes known."""
         precision = str(self.precision_plugin.precision)
         spec, kind = self.mesh_spec(), self.bf16_weights
         return MeshOptions(spec, self.appliers, self.pipelining, precision, self.root_device, kind, self.separates)
@@ -169,12 +168,6 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         """
         return self.spec.resolve(self.num_nodes * self.num_processes)
 
-    def sequence_multiple(self) -> int:
-        """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
-        spec = self.mesh_spec()
-        shards = 2 * spec.cp if spec.cp > 1 else 1
-        return shards * spec.tp if spec.tp > 1 and self.appliers.tensor.sequence_parallel else shards
-
     def _configure_launcher(self) -> None:
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
@@ -182,7 +175,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         if self.appliers.tensor.async_tp and spec.tp == 1:
             raise DloError("async_tp must be left out without tensor parallelism, got tp=1; leave it out, or set tp")
         check_reshard(self.appliers.shard.reshard_after_forward, spec.dp_shard * spec.cp)
-        options = self._mesh_options().shard_options(self.lightning_module)
+        options = self._options.shard_options(self.lightning_module)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp, str(self.precision_plugin.precision))
             if options.full_parameters:
@@ -205,7 +198,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         Raises:
             DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
-        options = self._mesh_options()
+        options = self._options
 
         def check_cut() -> None:
             task = options.check(module, datamodule)
@@ -239,7 +232,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         if plan is not None and model is not None and spec.tp > 1:
             plan = tensor.complete_plan(task, plan, spec.tp, datamodule)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
-        options, computed = self._mesh_options().shard_options(None), None
+        options, computed = self._options.shard_options(None), None
         if options.has_masters and dtype is None:
             param_dtype = options.policy.param_dtype
             computed = size or 4 if param_dtype is None else param_dtype.itemsize
@@ -257,41 +250,6 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
             inferred=() if model is None else tensor.describe_inferred(model),
             context="" if plan is None or model is None else self.appliers.context.describe(model, plan, spec.cp),
         )
-
-    # --- a second model ------------------------------------------------------------------------------------
-
-    def check_frozen(self, task: Any, datamodule: Any = None) -> None:
-        """Checks that the mesh's axes can cut a frozen task's model, before any process starts.
-
-        Raises:
-            DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
-        """
-        options = frozen_options(self._mesh_options())
-        if options.cuts_model:
-            options.check(task, datamodule)
-            if is_first_process():
-                twin = copy.copy(self)
-                twin.appliers, twin.pipelining = options.appliers, options.pipelining
-                rehearse_step(twin, task, options.spec, datamodule, trains=False)
-
-    def place_frozen(
-        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
-    ) -> PlacedModel:
-        """Cuts and shards a frozen task along the mesh's axes, by its own plan."""
-        options, seed = frozen_options(self._mesh_options(), dtype=dtype, offload=offload), torch.initial_seed()
-        run = ParallelRun(task, options, self.groups, self.broadcast(seed))
-        state = parallelize(run, loads_weights=loads_weights)
-        if state.pipelined is not None and options.spec.dp_shard > 1:
-            state.pipelined.gathering = self.groups.data_group
-        context = self.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
-        return FrozenMesh(task, self.root_device, state, context=context)
-
-    def place_own(self) -> PlacedModel:
-        """Returns the run's own model for forwards outside of steps."""
-        module = self._module()
-        state = ParallelState.of(module)
-        assert state is not None, "setup comes first"
-        return FrozenMesh(module, self.root_device, state, context=self.precision_plugin.forward_context)
 
     # --- setting up ----------------------------------------------------------------------------------------
 
@@ -324,13 +282,13 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
 
     def _keeps_plain_parameters(self, module: LightningModule) -> bool:
         """Returns whether parameters are plain, full tensors: FSDP2 makes DTensors of those that several ranks have."""
-        return self.world_size == 1 and not self._mesh_options().shard_options(module).needs_fsdp
+        return self.world_size == 1 and not self._options.shard_options(module).needs_fsdp
 
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""
         module, spec, fitting = self._module(), self.mesh_spec(), trainer.state.fn == TrainerFn.FITTING
         self._rounding = prepare_weights(self.bf16_weights, module)
-        state, options = ParallelState.of(module), self._mesh_options()
+        state, options = ParallelState.of(module), self._options
         if state is None:
             self._log_coverage(module)
             run = ParallelRun(module, options, self.groups, self.broadcast(torch.initial_seed()))
@@ -376,7 +334,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         """Logs the share of the model that tensor parallelism divides, if more than norms are replicated."""
         tp = self.mesh_spec().tp
         if tp > 1:
-            plan = self._mesh_options().checked_plan(task, run_datamodule(task._trainer))
+            plan = self._options.checked_plan(task, run_datamodule(task._trainer))
             found = self.appliers.tensor.coverage(task.model, plan, tp)
             if found.sharded_fraction < NEARLY_ALL:
                 rank_zero_info(f"tensor parallelism {found.describe()}")
@@ -403,6 +361,14 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         return " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
     # --- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def _pipelined(self) -> PipelinedTask | None:
+        return self.engine.pipelined if self.engine is not None else None
+
+    @property
+    def _state(self) -> OptimizerShards:
+        return self._running.shares
 
     @property
     def _running(self) -> MeshEngine:
@@ -440,7 +406,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         with self._running.reset_on_error():
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(closure_loss, module)
-            if self.pipelined is None:
+            if self._pipelined is None:
                 precision.backward(loss, module, optimizer, *args, **kwargs)
             else:  # The schedule has run it.
                 self._running.sharded.reduce_accumulated()
@@ -466,16 +432,10 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         finally:
             self._running.ends_window = True
 
-    def on_validation_end(self) -> None:
-        """Frees the parameters that the evaluation gathered, since the next may have other weights."""
-        self._free_gathered()
-
-    on_test_end = on_predict_end = on_validation_end
-
     def on_train_end(self) -> None:
         """Ends the micro-batches in flight, so that a later run finds none."""
-        if self.pipelined is not None:
-            self.pipelined.pipeline.drain()
+        if self._pipelined is not None:
+            self._pipelined.pipeline.drain()
         self._free_gathered()
 
     def _loss_scale(self) -> Tensor:
@@ -488,20 +448,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scale if scaler is None else scaler.scale(scale)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns a decision that all ranks agree on; this process's own before the ranks are connected."""
-        if not dist.is_initialized():
-            return decision
-        vote = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(vote)
-        return bool(vote == self.world_size) if all else bool(vote)
-
     # --- this rank's state ---------------------------------------------------------------------------------
-
-    @property
-    def pipelined(self) -> PipelinedTask | None:
-        """Task with the pipeline's stages; None without a pipeline."""
-        return self.engine.pipelined if self.engine is not None else None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name, with this rank's shards of the parameters."""
@@ -525,11 +472,6 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
     def _free_gathered(self) -> None:
         if self.engine is not None:
             self.engine.sharded.reshard()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizers' state."""
-        with self._rounding.loading() if self._rounding is not None else contextlib.nullcontext():
-            super().load_optimizer_state_dict(checkpoint)
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
@@ -559,23 +501,6 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         with JointGradients(divided) if divided else contextlib.nullcontext(), shares.guard_gradients(optimizer):
             yield
 
-    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
-        return self._running.shares.tensors(optimizer)
-
-    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
-        return self._running.shares.group_names(optimizer)
-
-    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
-        return self._running.shares.as_shard(name, value)
-
-    def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
-        """Returns an uninitialised shard of a state tensor for this rank."""
-        found = self._running.shares.empty_shard(name, shape, dtype)
-        return super().empty_shard(name, tensor, shape, dtype) if found is None else found
-
     # --- what the ranks share ------------------------------------------------------------------------------
 
     @property
@@ -583,11 +508,6 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         """Arguments of the distributed sampler: ranks that share a copy of the model get the same samples."""
         spec = self.mesh_spec()
         return {"num_replicas": spec.data_size, "rank": spec.data_rank(self.global_rank)}
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that see different data."""
-        return self.groups.data_group
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces means and sums over the data-parallel ranks, unless a group is given; the others have the same value.
@@ -598,15 +518,12 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
             group = self.groups.data_group
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
-    def send_gradients_in(self, dtype: torch.dtype) -> None:
-        """Sends gradients over the data axes in a half precision."""
-        param, reduce, output = self.appliers.shard.dtypes
-        check_sent_dtype(reduce, dtype)
-        self.appliers.shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
-
     def abilities(self) -> dict[type[Ability], Ability | str]:
         """Returns the abilities, by the mesh's axes and the options."""
-        spec, found = self.mesh_spec(), super().abilities()
+        spec, answers = self.mesh_spec(), MeshAbilities(self)
+        kinds: tuple[type[Ability], ...] = (PlacesSecondModel, Replicas, SplitsSequences, StepsInBackward)
+        found: dict[type[Ability], Ability | str] = super().abilities() | dict.fromkeys(kinds, answers)
+        found[HalfPrecisionGradients] = self.appliers.shard
         if spec.dp_replicate == 1:
             found[Replicas] = Replicas.one_copy
         if spec.pp > 1:
@@ -616,8 +533,8 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
             )
         elif self.appliers.shard.find_unused:
             found[StepsInBackward] = USED_AT_THE_END
-        if self.pipelined is not None:
-            found[Pipelined] = self.pipelined
+        if self._pipelined is not None:
+            found[Pipelined] = self._pipelined
         if spec.pp > 1 and not flushes(self.pipelining.schedule):
             found[Replicas] = (
                 "its schedule applies the gradients of the step before, which belong to weights before an outer step;"
@@ -627,37 +544,16 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
                 found[DelayedGradients] = self.engine
         return found
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
-        """Calls a function in backward with this rank's tensors whose gradients are reduced."""
-        if self.engine is not None:
-            self.engine.watch_gradients(ready)
-
-    def replica_norm(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once."""
-        return self._running.shares.norm_of_shards(values)
-
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Broadcasts buffers over data-parallel ranks, and from the stage that computes with each to the others."""
         if self.engine is not None:  # Otherwise no run has begun, and a checkpoint saves the plain module.
             self.engine.sharded.share_buffers()
-        if self.pipelined is not None:
-            self.pipelined.share_buffers()
+        if self._pipelined is not None:
+            self._pipelined.share_buffers()
 
     def attach_counts(self, batch: Any) -> Any:
         """Returns a batch with counts of its documents, for ranks that shard its sequences."""
         return self._context.add_document_counts(batch)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch to the device, with its counts; a batch that a callback has moved is left alone."""
-        return super().batch_to_device(self.attach_counts(batch), device, dataloader_idx)
-
-    @contextlib.contextmanager
-    def full_sequences(self) -> Iterator[None]:
-        """Makes each rank run the model on full sequences inside the block; cp ranks then write the same text."""
-        if self.pipelined is not None:
-            self.pipelined.pipeline.drain()  # Backwards in flight recompute over shards of sequences.
-        with self._context.use_full_sequences():
-            yield
 
     def _shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a batch that the ranks of one model share."""
@@ -669,3 +565,83 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks, Replicas, StepsInBackward, Ha
         shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
         shown |= {"ep": self.mesh_spec().ep} if self.mesh_spec().ep > 1 else {}
         return {**super().about(), "mesh": shown}
+
+
+class MeshAbilities(PlacesSecondModel, Replicas, SplitsSequences, StepsInBackward):
+    """Answers of a mesh to features that not all strategies have.
+
+    Args:
+        strategy: Strategy of the mesh.
+    """
+
+    def __init__(self, strategy: MeshStrategy) -> None:
+        self._strategy = strategy
+
+    def check_frozen(self, task: Any, datamodule: Any = None) -> None:
+        """Checks that the mesh's axes can cut a frozen task's model, before any process starts.
+
+        Raises:
+            DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
+        """
+        options = frozen_options(self._strategy._options)
+        if options.cuts_model:
+            options.check(task, datamodule)
+            if is_first_process():
+                twin = copy.copy(self._strategy)
+                twin.appliers, twin.pipelining = options.appliers, options.pipelining
+                rehearse_step(twin, task, options.spec, datamodule, trains=False)
+
+    def place_frozen(
+        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
+    ) -> PlacedModel:
+        """Cuts and shards a frozen task along the mesh's axes, by its own plan."""
+        strategy, seed = self._strategy, torch.initial_seed()
+        options = frozen_options(strategy._options, dtype=dtype, offload=offload)
+        run = ParallelRun(task, options, strategy.groups, strategy.broadcast(seed))
+        state = parallelize(run, loads_weights=loads_weights)
+        if state.pipelined is not None and options.spec.dp_shard > 1:
+            state.pipelined.gathering = strategy.groups.data_group
+        context = strategy.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
+        return FrozenMesh(task, strategy.root_device, state, context=context)
+
+    def place_own(self) -> PlacedModel:
+        """Returns the run's own model for forwards outside of steps."""
+        module = self._strategy.lightning_module
+        state = None if module is None else ParallelState.of(module)
+        assert state is not None, "setup comes first"
+        context = self._strategy.precision_plugin.forward_context
+        return FrozenMesh(module, self._strategy.root_device, state, context=context)
+
+    @property
+    def separates(self) -> bool:  # type: ignore[override]
+        """Whether each copy trains by itself."""
+        return self._strategy.separates
+
+    def separate_copies(self) -> None:
+        """Makes each copy train by itself, on the samples of its own ranks."""
+        self._strategy.separates = True
+
+    def replica_norm(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once."""
+        assert self._strategy.engine is not None, "setup comes first"
+        return self._strategy.engine.shares.norm_of_shards(values)
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
+        """Calls a function in backward with this rank's tensors whose gradients are reduced."""
+        if self._strategy.engine is not None:
+            self._strategy.engine.watch_gradients(ready)
+
+    def sequence_multiple(self) -> int:
+        """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
+        spec, tensor = self._strategy.mesh_spec(), self._strategy.appliers.tensor
+        shards = 2 * spec.cp if spec.cp > 1 else 1
+        return shards * spec.tp if spec.tp > 1 and tensor.sequence_parallel else shards
+
+    @contextlib.contextmanager
+    def full_sequences(self) -> Iterator[None]:
+        """Makes each rank run the model on full sequences inside the block; cp ranks then write the same text."""
+        engine = self._strategy.engine
+        if engine is not None and engine.pipelined is not None:
+            engine.pipelined.pipeline.drain()  # Backwards in flight recompute over shards of sequences.
+        with self._strategy._context.use_full_sequences():
+            yield

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dlo_framework.ability import Ability
 from dlo_framework.callback import callbacks_of, traits_of
@@ -29,7 +28,6 @@ from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.placed_model import PlacedModel
-from dlo_framework.shards import Shard
 from dlo_framework.strategy_abilities import ExplainsNaN, HalfPrecisionGradients, Replicas, StepsInBackward
 from dlo_framework.strategy_contract import loads_checkpoint, plain_name
 from dlo_plugins.parallel.gathered_dtype import (
@@ -41,7 +39,6 @@ from dlo_plugins.parallel.gathered_dtype import (
     prepare_weights,
 )
 from dlo_plugins.parallel.stepped_gradients import WatchedSteps
-from dlo_plugins.parallel.stochastic_rounding import StochasticSteps
 from dlo_plugins.parallel.user_code import meet_all, users_hooks
 from dlo_plugins.parallel.zero.zero_engine import FrozenZero, ZeroEngine, ZeroOptions
 
@@ -112,7 +109,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
         self.stage, self.offload, self.bucket_mb = stage, offload, bucket_mb
         self.find_unused, self.units = find_unused, units
         self.dtypes, self.meta_init, self.bf16_weights = (param_dtype, reduce_dtype), meta_init, bf16_weights
-        self._rounding: StochasticSteps | None = None
+        self._rounding = None
         self._sent_dtype: torch.dtype | None = None
         self._met: set[str] = set()  # Hooks that all ranks have used weights in.
         self.engine: ZeroEngine | None = None
@@ -210,7 +207,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
             for parameter in module.parameters():
                 if not (fitting and parameter.requires_grad):
                     communicator.broadcast(parameter.data)
-        self.share_buffers()
+        self._share_buffers()
 
     def _needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule gathers weights, as in stage 3."""
@@ -287,6 +284,10 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
         """Rebuilds the optimizers, because those of an earlier run hold freed shards."""
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
+
+    @property
+    def _state(self) -> ZeroEngine:
+        return self._running
 
     @property
     def _running(self) -> ZeroEngine:
@@ -369,12 +370,6 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
         """Waits for the parameters and shards of the last step."""
         if self.engine is not None:
             self.engine.finish_step()
-
-    def on_validation_end(self) -> None:
-        """Frees the parameters that the evaluation gathered."""
-        self._free_gathered()
-
-    on_test_end = on_predict_end = on_train_end = on_validation_end
 
     def teardown(self) -> None:
         """Ends the run; a single rank, which has all parameters, leaves them readable."""
@@ -501,34 +496,6 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
             gradients = as_lazy_state_dict(saved)
             for name, shard in self._running.open_window(gradients).items():
                 gradients.read_into(name, shard)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizers' state."""
-        with self._rounding.loading() if self._rounding is not None else contextlib.nullcontext():
-            super().load_optimizer_state_dict(checkpoint)
-
-    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
-        return self._share(optimizer).local_params
-
-    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
-        return self._share(optimizer).group_names
-
-    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
-        return self._share_of(name).as_shard(name, value)
-
-    def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
-        """Returns an uninitialised shard of a state tensor for this rank."""
-        return self._share_of(name).empty_shard(name, shape, dtype)
-
-    def _share(self, optimizer: Optimizer) -> Any:
-        number = next(n for n, own in enumerate(self.optimizers) if own is optimizer)
-        return self._running.shares[number]
-
-    def _share_of(self, name: str) -> Any:
-        return next(share for share in self._running.shares if name in share.shapes)
 
     def about(self) -> dict[str, Any]:
         """Returns the run's description for a checkpoint's manifest."""

@@ -39,7 +39,7 @@ from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import memory_of
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import Context, PlacedModel
-from dlo_framework.shards import FlatShard
+from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.parallel.gathered_dtype import find_batch_norms
 from dlo_plugins.parallel.optimizer_probe import probe_optimizer
@@ -142,6 +142,7 @@ class ZeroEngine:
             at_end=options.find_unused and self.gathering is not None,
         )
         self.shares = [self._make_share(number, optimizer) for number, optimizer in enumerate(optimizers)]
+        self._optimizers = optimizers
         self._window_open = self._by_hand = False
         self.sync = True  # whether the running backward is the last of its accumulation
         self._ready: Callable[[list[Tensor]], None] | None = None  # steps pieces in backward
@@ -475,6 +476,28 @@ class ZeroEngine:
     def holds_shards(self) -> bool:
         """Whether weights are saved from shards: in stage 3, and where there are master weights."""
         return self.gathering is not None or any(group.has_master_weights for group in self.groups)
+
+    def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
+        return self._share(optimizer).local_params
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
+        return self._share(optimizer).group_names
+
+    def as_shard(self, name: str, value: Tensor) -> Shard:
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
+        return self._share_of(name).as_shard(name, value)
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns an uninitialised shard of a state tensor for this rank."""
+        return self._share_of(name).empty_shard(name, shape, dtype)
+
+    def _share(self, optimizer: Optimizer) -> OptimizerShard[FlatGroup]:
+        return next(share for share, own in zip(self.shares, self._optimizers, strict=True) if own is optimizer)
+
+    def _share_of(self, name: str) -> OptimizerShard[FlatGroup]:
+        return next(share for share in self.shares if name in share.shapes)
 
     def shard(self, name: str) -> FlatShard | None:
         """Returns this rank's shard of a parameter; None where every rank has the full tensor in its own dtype."""
