@@ -534,7 +534,7 @@ class Plugin:
 
     @property
     def origin(self) -> str:
-        """Distribution and version, or file: ``"dlo_framework 0.2.0"``, ``"./file.py"``."""
+        """Distribution and version, or file: ``"dlo_framework 0.3.0"``, ``"./file.py"``."""
         return f"{self.distribution} {self.version}".rstrip()
 
     @property

@@ -132,7 +132,7 @@ def fails(dlo, path: str, within: float = 30.0) -> End:
 
 def check_boom(end: End, rank: int, ranks: int = 2) -> None:
     assert end.code == 1
-    assert end.last == f"dlo 0.2.0: rank {rank} of {ranks} failed: ValueError: boom"
+    assert end.last == f"dlo 0.3.0: rank {rank} of {ranks} failed: ValueError: boom"
     assert end.err.count("Traceback") == 1  # The first error's, and no wall of closed connections.
     assert "boom" in end.err.splitlines()[-2]
 
@@ -166,7 +166,7 @@ def test_an_error_inside_a_collective_ends_all_and_saves_nothing(dlo):
 def test_bad_input_on_one_rank_is_one_line(dlo):
     end = fails(dlo, config(dlo.folder, "zero3", data="{raise_on: 1, num_workers: 1}", fault="{after: 100}"))
     assert end.code == 2
-    assert re.fullmatch(r"dlo 0.2.0: error \(rank 1\): image \d+ is broken; mend it", end.last)
+    assert re.fullmatch(r"dlo 0.3.0: error \(rank 1\): image \d+ is broken; mend it", end.last)
     assert "Traceback" not in end.err
 
 
@@ -337,7 +337,7 @@ def test_a_second_interrupt_ends_ranks_that_hang_and_each_says_where_it_was(dlo)
     _, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 20)
     assert process.returncode == 130
     # Its last line, but where the main thread comes to its handler of the first Ctrl-C as late.
-    assert "dlo 0.2.0: rank 0 of 2: ended by a second Ctrl-C" in err.splitlines()
+    assert "dlo 0.3.0: rank 0 of 2: ended by a second Ctrl-C" in err.splitlines()
     assert re.search(r"rank 0 of 2 \(pid .*\) was in training_step of ZeroStrategy, waiting in wait at", err)
     assert re.search(r"rank 1 of 2 \(pid .*\) was in on_train_batch_start of Fault:", err)
     assert "in _fault\n    time.sleep(600)" in err
@@ -496,8 +496,8 @@ def test_torchrun_names_the_first_failure(dlo):
         command, cwd=dlo.folder, env=dlo.environment(), capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 1
-    assert "dlo 0.2.0: rank 1 of 2 failed: ValueError: boom" in done.stderr
-    assert "dlo 0.2.0: rank 0 ends because rank 1 of 2 failed: ValueError: boom" in done.stderr
+    assert "dlo 0.3.0: rank 1 of 2 failed: ValueError: boom" in done.stderr
+    assert "dlo 0.3.0: rank 0 ends because rank 1 of 2 failed: ValueError: boom" in done.stderr
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(r"rank\s*: 1 ", root)
     assert "ValueError: boom" in root
