@@ -14,8 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.models.experts.layer import grouped_linear
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.memory import activation_checkpoint
-from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.memory.selective_policy import selective_contexts
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint, selective_contexts
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.late import LateStream

@@ -24,10 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.models.recompute import BufferGuard, checkpointed, recomputes
+from dlo_plugins.memory.activation_checkpoint import contexts_for
 from dlo_plugins.memory.allocation_log import AllocationLog, storage_bytes, tensor_storage
 from dlo_plugins.memory.block_calls import RegionCheck, intercept_calls, restore_calls
 from dlo_plugins.memory.schedule import Chain, Mode, Stage
-from dlo_plugins.memory.selective_policy import contexts_for
 
 #: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.memory.schedule.Mode`.
 MODES = ("all", "selective")

@@ -36,6 +36,7 @@ from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.compile.callback import check_block_scope
 from dlo_plugins.curriculum.sequence_length import SequenceLength
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.memory.activation_checkpoint import contexts_for
 from dlo_plugins.memory.allocation_log import AllocationLog
 from dlo_plugins.memory.block_survey import BlockSurvey
 from dlo_plugins.memory.planning import (
@@ -57,7 +58,6 @@ from dlo_plugins.memory.scheduled_blocks import (
     measure_link,
     parse_link,
 )
-from dlo_plugins.memory.selective_policy import contexts_for
 
 
 class Rotor(PluginCallback):

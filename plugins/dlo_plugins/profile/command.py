@@ -49,14 +49,41 @@ def main(argv: list[str]) -> int:
     folder: list[Path] = []
 
     def build() -> None:
-        from dlo_plugins.profile.profile_run import profile
-
-        folder.append(profile(found, options.steps, options.active, options.machine))
+        folder.append(_profile(found, options))
 
     code = train(found, build)
     if code == 0 and folder and runs.is_first_process():
         _describe_model(found, folder[0], options, batches, lengths)
     return code
+
+
+def _profile(found: ConfigScan, options: argparse.Namespace) -> Path:
+    """Profiles the last of some steps of a config's training; returns the run's folder."""
+    from dlo_framework.cli.short_run import open_run, train_briefly
+    from dlo_plugins.profile.callback import Profile
+    from dlo_plugins.profile.energy import Energy
+
+    steps, active = options.steps, options.active
+    reasons = {"fast_dev_run": f"a profile has {steps} steps", "ckpt_path": "time does not depend on the weights"}
+    cli = open_run(found, "profile", reasons)
+    callbacks = cli.callbacks()
+    given = next((each for each in callbacks if isinstance(each, Profile)), None) or Profile()
+    warmup = min(2, steps - active - 3)
+    own = Profile(
+        wait=steps - active - warmup - given.waits,
+        warmup=warmup,
+        active=active,
+        ranks=given.ranks,
+        formats=given.formats,
+        waits=given.waits,
+        machine=options.machine or given.machine,
+    )
+    callbacks = [own, *(each for each in callbacks if each is not given)]
+    if not any(isinstance(each, Energy) for each in callbacks):
+        callbacks.insert(0, Energy())
+    # Each epoch has a step, so that max_steps ends the run; points in percent need a number of epochs.
+    epochs = max(cli.options.trainer.max_epochs or 0, steps)
+    return train_briefly(cli, "profile", callbacks, max_steps=steps, max_epochs=epochs, max_time=None)
 
 
 def _describe_model(
