@@ -33,9 +33,9 @@ from dlo_plugins.plan.layout import Layout, StateFormat
 from dlo_plugins.plan.machine import Machine
 from dlo_plugins.plan.model_profile import ModelProfile
 from dlo_plugins.plan.plan_config import candidate_config
-from dlo_plugins.plan.plan_report import measure_optimizer, profile_formats, state_format
 from dlo_plugins.plan.plan_search import Candidate
 from dlo_plugins.plan.rank_memory import MemoryModel
+from dlo_plugins.plan.run_memory import measure_optimizer, profile_formats, state_format
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.adapters import Lora

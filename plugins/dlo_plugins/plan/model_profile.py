@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from dlo_framework.ability import find_ability
 from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import FakeKernels, FakeTensorMode, copy_modules, fake_copy, fake_like
+from dlo_framework.fake_kernels import copy_modules, fake_copy, fake_like, fake_tensors
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task_abilities import BoundsLogits
 from dlo_plugins.plan.operation_recorder import (
@@ -174,14 +173,8 @@ def profile_model(
     own = copy_modules(task)
     own.__dict__["_trainer"] = None
     rows = max(batch_size(batch), 1)
-    level = _quiet()
     try:
-        with (
-            warnings.catch_warnings(),
-            isolate_rng(include_cuda=False),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            FakeKernels(),
-        ):
+        with warnings.catch_warnings(), isolate_rng(include_cuda=False), fake_tensors():
             warnings.simplefilter("ignore")  # Lightning's, of values that are logged without a trainer.
             # A frozen weight may have a dtype of its own.
             own = fake_copy(own, dtype if autocast in (None, dtype) else None)
@@ -197,16 +190,7 @@ def profile_model(
             f"a training step must run without values to be planned, got {type(error).__name__}: {first}; remove what"
             " depends on the values of tensors from the model's forward and the task's loss"
         ) from error
-    finally:
-        logging.getLogger(FakeTensorMode.__module__).setLevel(level)
     return profiler.profile(task, batch)
-
-
-def _quiet() -> int:
-    log = logging.getLogger(FakeTensorMode.__module__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
-    return level
 
 
 def _rows(batch: Any, rows: int) -> Any:

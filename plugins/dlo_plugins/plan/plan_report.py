@@ -1,150 +1,42 @@
 """Plans a run from its config, and reports the plans as text, JSON and configs.
 
-The state of the run's optimizer is measured: it takes a step on tensors like the parameters, fake tensors of their
-shapes, or where it does not run on those, such as one whose state is quantised, real tensors of smaller shapes. So it
-is right for a user's own optimizer.
+The fastest plans run on simulated ranks: their strategy is built, each kind of rank runs a step, and state is counted.
+A step runs the code of a run on fake tensors (:mod:`dlo_plugins.parallel.mesh.mesh_simulation`), with fewer equal
+blocks. Its mesh has the same axes, of their smallest factors but for `tp`: all sizes of the others run the same code.
+State is counted from the shapes of each rank's shards. A layout's even shares leave out rows that ranks do not divide.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import copy
+import io
 import math
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from lightning.pytorch.strategies import Strategy
 
-from dlo_framework.batches import tree_leaves
+from dlo_framework.cli.lightning_cli import DloParser
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import FakeTensorMode
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
-from dlo_plugins.parallel.gathered_dtype import find_batch_norms
-from dlo_plugins.parallel.optimizer_probe import Kind, probe_optimizer, shrink_shape, step_trial
-from dlo_plugins.parallel.tensor.inferred_rules import has_rules
-from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
+from dlo_plugins.parallel.mesh.mesh_simulation import fewest_micro_batches, rehearse_step, simulated_precision
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.plan.layout import SIZES, Request, StateFormat
 from dlo_plugins.plan.machine import Machine, load_machine
-from dlo_plugins.plan.model_profile import ModelProfile, profile_model
-from dlo_plugins.plan.plan_config import find_part, read_batch, read_device, strategy_options, write_yaml
+from dlo_plugins.plan.model_profile import ModelProfile
+from dlo_plugins.plan.plan_config import find_part, mesh_strategy, read_batch, read_device, strategy_options, write_yaml
 from dlo_plugins.plan.plan_search import Candidate, PlanSearch, Rejection, SearchResult, summarise_rejections
 from dlo_plugins.plan.rank_memory import RankMemory
-from dlo_plugins.plan.rank_verification import RankVerification
-
-#: Moments of Adam, each of the parameter's size.
-_MOMENTS = 2.0
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """State of an optimizer.
-
-    Attributes:
-        name: Class name of the optimizer.
-        moments: Bytes of the state for each byte of trained parameters; 2 for Adam.
-        kind: Kind of the optimizer, as the probe of a strategy finds it.
-        error: Why the optimizer could not be built, so that Adam is assumed; empty where it could.
-    """
-
-    name: str = "Adam"
-    moments: float = _MOMENTS
-    kind: Kind = "elementwise"
-    error: str = ""
-
-
-def measure_optimizer(module: Any, dtype: torch.dtype) -> OptimizerState:
-    """Returns the state of a module's optimizer.
-
-    Args:
-        module: Task or LightningModule with its model on the meta device.
-        dtype: Dtype of the stored parameters.
-
-    Raises:
-        DloError: The optimizer cannot take a step on tensors like the parameters.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizers = list(_find_optimizers(module.configure_optimizers()))
-    except DloError:
-        raise
-    except Exception as error:
-        return OptimizerState(error=f"{type(error).__name__}: {error}")
-    if not optimizers:
-        return OptimizerState(error=f"configure_optimizers of {type(module).__name__} returned none")
-    stored = kept = 0.0
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            shapes = Counter(tuple(p.shape) for p in group["params"] if p.requires_grad and p.numel())
-            for shape, count in shapes.items():
-                size = math.prod(shape) * dtype.itemsize
-                stored += count * size
-                kept += count * size * _moments(optimizer, group, shape, dtype)
-    kinds = {probe_optimizer(optimizer) for optimizer in optimizers}
-    kind: Kind = next((kind for kind in ("all", "tensor") if kind in kinds), "elementwise")
-    names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)
-    return OptimizerState(" and ".join(names), kept / stored if stored else 0.0, kind)
-
-
-def _find_optimizers(found: Any) -> Iterator[Optimizer]:
-    """Yields the optimizers in what `configure_optimizers` returns."""
-    if isinstance(found, Optimizer):
-        yield found
-    elif isinstance(found, dict):
-        yield from _find_optimizers(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for entry in found:
-            yield from _find_optimizers(entry)
-
-
-def _moments(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Returns the bytes of the state for each byte of a parameter."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return _step(optimizer, group, shape, dtype)
-    except Exception:
-        try:
-            return _step(optimizer, group, shrink_shape(shape), dtype)
-        except Exception as error:
-            raise DloError(
-                f"optimizer must take a step on a tensor of shape {list(shape)} to be planned, got"
-                f" {type(error).__name__} from {type(optimizer).__name__}: {error}; use another optimizer"
-            ) from error
-    finally:
-        log.setLevel(level)
-
-
-def _step(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    weight = torch.ones(shape, dtype=dtype)
-    trial, (parameter,) = step_trial(optimizer, group, [weight], [[torch.ones(shape, dtype=dtype)]])
-    held = [trial, *(value for value in vars(trial).values() if isinstance(value, Optimizer))]
-    return sum(_state_bytes(one, parameter) for one in held) / parameter.nbytes
-
-
-def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:
-    state: Any = optimizer.state if isinstance(optimizer.state, defaultdict | dict) else {}
-    leaves = tree_leaves(dict(state.get(parameter, {})))
-    return sum(_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1)
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor; of a subclass those of the tensors that it is made of, but for its levels."""
-    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.numel() * tensor.element_size()
-    names = [name for name in tensor.__tensor_flatten__()[0] if name != "qmap"]
-    return sum(_bytes(getattr(tensor, name)) for name in names)
-
+from dlo_plugins.plan.run_memory import OptimizerState, profile_run, run_state
 
 #: What the figures lack, by the class of a part of the config.
 _PARTS = {
@@ -194,16 +86,6 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState, second_mo
             " uneven shares: under sharding each rank steps full tensors"
         )
     return found
-
-
-#: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
-_PRECISIONS = {
-    "32-true": ("float32", 4, 4, 4, 4),
-    "bf16-mixed": ("bfloat16", 4, 2, 4, 4),
-    "16-mixed": ("float16", 4, 2, 4, 4),
-    "bf16-true": ("bfloat16", 2, 2, 2, 2),
-    "16-true": ("float16", 2, 2, 2, 2),
-}
 
 
 @dataclass(frozen=True)
@@ -293,35 +175,6 @@ def plan_run(
     return PlannedRun(profile, machine, request, nodes, result, config, state, unmodelled)
 
 
-def run_state(
-    config: dict[str, Any], model: Any, gather: str | None = None, reduce: str | None = None
-) -> tuple[StateFormat, OptimizerState]:
-    """Returns the bytes of a run's tensors, and the state of its optimizer.
-
-    Args:
-        config: Config of the user.
-        model: Task or LightningModule of the config.
-        gather: Dtype in which parameters are gathered; None for the run's own.
-        reduce: Dtype in which gradients are reduced; None for the run's own.
-
-    Raises:
-        DloError: The precision or a dtype is not planned, or the optimizer cannot take a step.
-    """
-    trainer = config.get("trainer") or {}
-    precision = str(trainer.get("precision") or "32-true")
-    fused = any(find_part(config, name) is not None for name in ("Compile", "CompileBlocks"))
-    if gather is None and find_batch_norms(model):
-        gather = "float32"  # Batch norms refuse weights in half precision.
-    state = state_format(precision, fused=fused, gather=gather, reduce=reduce)
-    dtype = torch.float32 if state.parameter == SIZES["float32"] else getattr(torch, state.compute)
-    if strategy_options(trainer.get("strategy")).get("bf16_weights") == "stochastic":
-        # Weights and kept gradients are bf16; gradients are reduced, and steps taken, in single precision.
-        state, dtype = replace(state, parameter=2, gathered=2, gradient=2, reduced=4), torch.float32
-    optimizer = measure_optimizer(on_meta(model), dtype)
-    in_backward = find_part(config, "OptimizerInBackward") is not None
-    return replace(state, state=optimizer.moments * dtype.itemsize, steps_in_backward=in_backward), optimizer
-
-
 def measure_here(config: dict[str, Any], state: StateFormat, gpus: int, out: Path | None) -> str:
     """Measures this machine for a config, writes a machine file, and returns its path."""
     from dlo_plugins.plan.measurement import measure_machine, write_machine
@@ -329,132 +182,6 @@ def measure_here(config: dict[str, Any], state: StateFormat, gpus: int, out: Pat
     path = (out or Path()) / "machine.yaml"
     write_machine(measure_machine(state.compute, gpus, read_device(config)), path)
     return str(path)
-
-
-def state_format(precision: str, *, fused: bool, gather: str | None = None, reduce: str | None = None) -> StateFormat:
-    """Returns the bytes of a run's tensors on an accelerator; the optimizer is Adam, with two moments.
-
-    Args:
-        precision: Precision of the Trainer.
-        fused: Whether the run compiles its model.
-        gather: Dtype in which parameters are gathered; None for that of the products.
-        reduce: Dtype in which gradients are reduced; None for that of the stored parameters.
-
-    Raises:
-        DloError: The precision is another than 32-bit, bfloat16 or float16, or has no such dtype.
-    """
-    plain = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(precision, precision)
-    if plain not in _PRECISIONS:
-        raise DloError(
-            f"trainer.precision must be one of {', '.join(_PRECISIONS)} to be planned, got {precision}; set bf16-mixed"
-        )
-    compute, parameter, gathered, gradient, reduced = _PRECISIONS[plain]
-    own = dict.fromkeys(["float32", compute] if plain.endswith("mixed") else [compute])
-    for key, name in (("gather", gather), ("reduce", reduce)):
-        if name not in (None, *own):
-            raise DloError(
-                f"--fix {key} must be {' or '.join(own)} under precision {plain}, got {name}; leave it out, or set"
-                " another trainer.precision"
-            )
-    gathered, reduced = SIZES.get(gather or "", gathered), SIZES.get(reduce or "", reduced)
-    return StateFormat(
-        compute,
-        parameter,
-        gathered,
-        gradient,
-        reduced,
-        2.0 * parameter,
-        plain.endswith("mixed"),
-        fused=fused,
-        compiled=fused,
-    )
-
-
-def profile_run(model: Any, datamodule: Any, state: StateFormat, device: str = "cuda") -> ModelProfile:
-    """Returns the profile of a config's model.
-
-    Under autocast a layout that gathers parameters in half precision has other activations than one that casts them.
-
-    A LightningModule other than a Task has no plan: only data parallelism and ZeRO divide it.
-
-    Raises:
-        DloError: The shapes of a batch are unknown, or a step fails on fake tensors.
-    """
-    model = on_meta(model)
-    plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
-    batch = batch_of(model, datamodule)
-    found = profile_formats(model, batch, plan, state, device)
-    # Rules of projections that were inferred do not say what runs between them.
-    has_own = isinstance(model, Task) and has_rules(model.parallel_plan())
-    return found if has_own else replace(found, sequence_parallel=False)
-
-
-def profile_formats(model: Any, batch: Any, plan: ParallelPlan | None, state: StateFormat, device: str) -> ModelProfile:
-    """Returns a model's profile on the parameters that a run gathers, and on those that autocast casts if there are."""
-    dtype: torch.dtype = getattr(torch, state.compute)
-    if not state.autocasts:
-        return profile_model(model, batch, plan, dtype=dtype, device=device)
-    uncast = profile_model(model, batch, plan, dtype=torch.float32, autocast=dtype, device=device)
-    if state.gathered > dtype.itemsize:
-        return uncast
-    found = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device)
-    return replace(found, uncast=uncast)
-
-
-def _completed(task: Task, datamodule: Any) -> ParallelPlan:
-    """Returns the plan of a task's model with tensor rules, inferred ones if it brings none and some can be found."""
-    plan = task.parallel_plan()
-    try:
-        return TensorParallel().complete_plan(task, plan, 1, datamodule)
-    except DloError:
-        return plan  # The report's reason why tp is left out says that the plan has no rules.
-
-
-def on_meta(model: Any) -> Any:
-    """Returns a task or LightningModule with its model on the meta device, if it is not built yet."""
-    if isinstance(model, Task):
-        return model.on_meta()
-    if not any(True for _ in model.parameters()):
-        with torch.device("meta"):
-            model.configure_model()
-    return model
-
-
-def batch_of(model: Any, datamodule: Any) -> Any:
-    """Returns a batch with the shapes of a run's: the task's example, or the first of its data."""
-    batch = model.example_batch(datamodule) if isinstance(model, Task) else None
-    return first_batch(datamodule) if batch is None else batch
-
-
-def _inferred(model: nn.Module) -> ParallelPlan | None:
-    try:
-        return ParallelPlan.infer(model)
-    except DloError:
-        return None
-
-
-def first_batch(datamodule: Any) -> Any:
-    """Returns the first training batch of a datamodule, for its shapes.
-
-    Raises:
-        DloError: The config lacks a datamodule, or it cannot load its data here.
-    """
-    if datamodule is None:
-        raise DloError(
-            "data must be a datamodule where the task has no example_batch, got none; implement Task.example_batch, or"
-            " add data: to the config"
-        )
-    try:
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        return next(iter(datamodule.train_dataloader()))
-    except DloError:
-        raise
-    except Exception as error:
-        raise DloError(
-            f"data must load a batch here where the task has no example_batch, got {type(error).__name__}: {error};"
-            " implement Task.example_batch, which needs no data"
-        ) from error
 
 
 def report_json(planned: PlannedRun) -> dict[str, Any]:
@@ -517,3 +244,126 @@ def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:
         f"   {candidate.reason}" + ("; simulated ranks run it" if candidate.is_verified else ""),
         *([f"   {candidate.caveat}"] if candidate.caveat else []),
     ]
+
+
+#: Classes that a plan names; the parser finds those that have been imported, as a config's own have been.
+PLANNED = (MeshStrategy, FullyShard, ActivationCheckpoint)
+
+
+def shorten_axes(mesh: MeshSpec) -> MeshSpec:
+    """Returns a mesh with the same axes, each but `tp` of its smallest factor above 1.
+
+    Under `ep`, `dp_shard` is larger where several ranks share one rank's experts.
+    """
+
+    def smallest(size: int) -> int:
+        return next((factor for factor in range(2, math.isqrt(size) + 1) if size % factor == 0), size)
+
+    found = MeshSpec(**{axis: size if axis == "tp" else smallest(size) for axis, size in mesh.sizes.items()})
+    if mesh.ep == 1:
+        return found
+    found = replace(found, ep=smallest(mesh.ep))
+    for size in range(found.dp_shard, mesh.dp_shard + 1):
+        tried = replace(found, dp_shard=size)
+        divides = mesh.dp_shard % size == 0 and size * found.cp % found.ep == 0
+        if divides and (tried.expert_shards > 1) == (mesh.expert_shards > 1):
+            return tried
+    return mesh
+
+
+class RankVerification:
+    """Verifies candidates of one run on simulated ranks.
+
+    Args:
+        task: Task with its model on the meta device.
+        datamodule: Datamodule of the config.
+        config: Config of the user.
+        nodes: Number of nodes.
+        state: Bytes of the run's tensors.
+        memory: Bytes of a rank.
+    """
+
+    def __init__(
+        self, task: Task, datamodule: Any, config: dict[str, Any], nodes: int, state: StateFormat, memory: float
+    ) -> None:
+        self._task, self._datamodule, self._nodes, self._state = task, datamodule, nodes, state
+        trainer = config.get("trainer") or {}
+        self._before, self._precision = trainer.get("strategy"), trainer.get("precision")
+        self._memory = memory
+        self._rehearsed: set[str] = set()
+
+    def __call__(self, candidate: Candidate, ranks: list[RankMemory]) -> Candidate | Rejection:
+        """Returns the candidate with the memory that its shards take, or why it cannot run.
+
+        ZeroStrategy's plans have no mesh, and come back unverified.
+
+        Args:
+            candidate: Candidate.
+            ranks: Predicted memory of each rank of its pipeline.
+        """
+        layout = candidate.layout
+        if layout.uses_zero_strategy:
+            return candidate
+        try:
+            small = shorten_axes(layout.mesh)
+            # A run prints torch's warnings; torch prints some failures, which are refused here with their message.
+            printed = io.StringIO()
+            with warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
+                warnings.simplefilter("ignore")
+                self._rehearse(candidate, small)
+                strategy = self._strategy(self._options(candidate), layout.mesh.world_size, self._nodes)
+                excess = self._excess(strategy, candidate, ranks)
+        except DloError as error:
+            return Rejection(layout, "refused", 1.0, 1.0, str(error))
+        memory = candidate.memory
+        if excess > 0:
+            memory = replace(memory, parameters=memory.parameters + excess)
+        if memory.total > self._memory:
+            return Rejection(layout, "memory", memory.total, self._memory)
+        return replace(candidate, memory=memory, is_verified=True)
+
+    def _rehearse(self, candidate: Candidate, mesh: MeshSpec) -> None:
+        """Runs a step of a candidate's strategy on a mesh with other sizes of its axes, once where steps are equal.
+
+        It has no split, so that equal blocks can be left out.
+
+        Raises:
+            DloError: A rank cannot run it.
+        """
+        options = {**self._options(candidate), **mesh.sizes, "ep": mesh.ep, "split": None}
+        strategy = self._strategy(options, mesh.world_size, 1)
+        step = repr({**options, "micro_batches": fewest_micro_batches(strategy.pipelining, mesh)})
+        if step not in self._rehearsed:
+            rehearse_step(strategy, self._task, mesh, self._datamodule, shortened_only=True)
+            self._rehearsed.add(step)
+
+    def _options(self, candidate: Candidate) -> dict[str, Any]:
+        """Returns the options of the strategy that the candidate's config has."""
+        options: dict[str, Any] = mesh_strategy(candidate, copy.deepcopy(self._before), self._state)["init_args"]
+        return options
+
+    def _strategy(self, options: dict[str, Any], ranks: int, nodes: int) -> MeshStrategy:
+        """Returns a strategy with these options."""
+        parser = DloParser()
+        parser.add_argument("--strategy", type=Strategy)
+        found = {"class_path": "MeshStrategy", "init_args": options}
+        strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
+        strategy.precision_plugin = simulated_precision(self._precision)
+        strategy.num_nodes = nodes
+        strategy.parallel_devices = [torch.device("cpu")] * (ranks // nodes)
+        return strategy
+
+    def _excess(self, strategy: MeshStrategy, candidate: Candidate, ranks: list[RankMemory]) -> float:
+        """Returns the bytes by which counted parameters and Adam's state raise the largest rank's prediction."""
+        spec, described = candidate.layout.mesh, strategy.describe(self._task, self._datamodule)
+        element, totals = SIZES["bfloat16" if self._precision in ("bf16-true", "16-true") else "float32"], []
+        is_rounded = strategy.bf16_weights == "stochastic"
+        stored, state = (SIZES["bfloat16"], SIZES["float32"]) if is_rounded else (element, element)
+        for stage, predicted in enumerate(ranks):
+            counted = described.ranks[spec.rank(Coordinates(stage, 0, 0, 0, 0))].state_bytes
+            # Counted are Adam's two moments.
+            parameters = counted.parameters * self._state.parameter / stored
+            optimizer = counted.optimizer * self._state.state / (2 * state)
+            more = max(0.0, parameters + optimizer - predicted.parameters - predicted.optimizer)
+            totals.append(predicted.total + more)
+        return max(totals) - candidate.memory.total

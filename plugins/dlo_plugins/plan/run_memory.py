@@ -1,131 +1,49 @@
-"""Layout, memory and blocks of a run, from its config: the opposite of :mod:`~dlo_plugins.plan.plan_config`."""
+"""Tensors, profile and memory of a run, from its config.
+
+The state of the run's optimizer is measured: it takes a step on tensors like the parameters, fake tensors of their
+shapes, or where it does not run on those, such as one whose state is quantised, real tensors of smaller shapes. So it
+is right for a user's own optimizer.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import replace
+import math
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
-from dlo_framework.mesh import AXES, MeshSpec
+from dlo_framework.fake_kernels import fake_tensors
+from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.memory.planning import MeasuredRank
-from dlo_plugins.parallel.pipeline.pipeline_schedules import make_placement
-from dlo_plugins.plan.layout import Layout
+from dlo_plugins.parallel.gathered_dtype import find_batch_norms
+from dlo_plugins.parallel.optimizer_probe import Kind, probe_optimizer, shrink_shape, step_trial
+from dlo_plugins.parallel.tensor.inferred_rules import has_rules
+from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_plugins.plan.layout import SIZES, StateFormat
 from dlo_plugins.plan.machine import load_machine
-from dlo_plugins.plan.plan_config import find_part, read_batch, read_device, strategy_options
-from dlo_plugins.plan.plan_report import profile_run, run_state
+from dlo_plugins.plan.model_profile import ModelProfile, profile_model
+from dlo_plugins.plan.plan_config import (
+    find_part,
+    layout_or_one_rank,
+    read_device,
+    read_dtypes,
+    read_layout,
+    strategy_options,
+)
 from dlo_plugins.plan.rank_memory import MemoryModel, in_flight
 from dlo_plugins.plan.rotor_model import RotorModel
 from dlo_plugins.plan.step_time import TimeModel
-
-#: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
-_STAGES = {
-    **{"auto": 0, "ddp": 0, "DDPStrategy": 0, "SingleDeviceStrategy": 0, "fsdp": 3, "FSDPStrategy": 3},
-    **{"zero1": 1, "zero2": 2, "zero3": 3, "ZeroStrategy": None},
-}
-#: Default micro-batches of a pipeline for each of its ranks.
-_MICRO_BATCHES = 4
-
-
-def read_dtypes(config: dict[str, Any], device: str) -> tuple[str | None, str | None]:
-    """Returns the dtypes of gathered parameters and of reduced gradients; None for those of the precision."""
-    trainer = config.get("trainer") or {}
-    options = find_part(config, "FullyShard") or strategy_options(trainer.get("strategy"))
-    gathered = options.get("param_dtype")
-    if gathered is None and device == "cpu" and str(trainer.get("precision")).startswith("bf16"):
-        gathered = None if str(trainer["precision"]) == "bf16-true" else "float32"  # The default of a CPU.
-    return gathered, options.get("reduce_dtype")
-
-
-def read_layout(config: dict[str, Any], ranks: int) -> Layout:
-    """Returns the layout of a run; that of a run with Rotor has recomputation by blocks, and a budget still of 0.
-
-    Args:
-        config: Merged config of the run.
-        ranks: Number of ranks.
-
-    Raises:
-        DloError: The strategy is one that is not predicted, or the config does not say the batch.
-    """
-    strategy = (config.get("trainer") or {}).get("strategy") or "auto"
-    entry: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
-    name = str(entry.get("class_path", "")).rpartition(".")[2]
-    options: dict[str, Any] = entry.get("init_args") or {}
-    rotor = find_part(config, "Rotor")
-    offload = bool((rotor or {}).get("offload"))
-    batch = read_batch(config)
-    if batch is None:
-        raise DloError("a predicted run must have data.init_args.batch_size, got none; set it, or measure a run")
-    accumulated = (config.get("trainer") or {}).get("accumulate_grad_batches") or 1
-    if name in ("mesh", "MeshStrategy"):
-        layout = _mesh_layout(options, ranks, batch, accumulated)
-        return layout if rotor is None else replace(layout, recompute="rotor", every=1, offload=offload)
-    if name not in _STAGES:
-        raise DloError(
-            f"predictions are for auto, ddp, zero1 to zero3, fsdp and mesh, all in the device's memory, got {name};"
-            " measure a run"
-        )
-    known = _STAGES[name]
-    stage = int(options.get("stage", 1)) if known is None else known
-    if stage == 3 and options.get("reshard_after_forward") is False:
-        stage = 2
-    spec = MeshSpec(dp_shard=ranks) if stage else MeshSpec(dp_replicate=ranks, dp_shard=1)
-    recompute = "full" if options.get("recompute") or _recomputes(config) else "none"
-    recompute = recompute if rotor is None else "rotor"
-    rows, zero = batch // accumulated // ranks, stage if ranks > 1 else 0
-    return Layout(spec, rows, accumulated, zero=zero, recompute=recompute, offload=offload)
-
-
-def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: int) -> Layout:
-    sizes = {axis: options.get(axis, -1 if axis == "dp_shard" else 1) for axis in AXES}
-    spec = MeshSpec(**sizes, ep=options.get("ep") or 1).resolve(ranks)
-    appliers = {}
-    for applier in options.get("appliers") or []:
-        named = applier if isinstance(applier, dict) else {"class_path": applier}
-        appliers[str(named["class_path"]).rpartition(".")[2]] = named.get("init_args") or {}
-    sharding, recomputation = appliers.get("FullyShard", {}), appliers.get("ActivationCheckpoint")
-    keeps = sharding.get("reshard_after_forward") is False
-    count = accumulated
-    if spec.pp > 1:
-        count = options.get("micro_batches") or _MICRO_BATCHES * spec.pp
-    rows = batch // accumulated // spec.data_size // (count if spec.pp > 1 else 1)
-    split = options.get("split")
-    mode = "none" if recomputation is None else str(recomputation.get("mode", "full"))
-    if sharding.get("recompute"):
-        mode = "full"
-    schedule, chunks = options.get("schedule") or "1F1B", 1
-    if spec.pp > 1:
-        chunks = make_placement(schedule, spec.pp, options.get("stages_per_rank")).stages_per_rank
-    found = Layout(
-        spec, rows, count, schedule, chunks,
-        tuple(split) if split else None, (2 if keeps else 3) if spec.dp_shard * spec.cp > 1 else 0,
-        bool(sharding.get("sync_every_micro_batch")), bool(options.get("sequence_parallel")), mode,
-        int((recomputation or {}).get("every") or 1),
-    )  # fmt: skip
-    # Two versions of full weights, and shards of the optimizer's state.
-    return replace(found, zero=int(spec.dp_shard * spec.cp > 1)) if found.delays else found
-
-
-def layout_or_one_rank(config: dict[str, Any], ranks: int | None) -> Layout:
-    """Returns the layout of a run, or that of one rank with all of the model where it is not predicted.
-
-    Args:
-        config: Merged config of the run.
-        ranks: Number of ranks; None if it is not known.
-    """
-    try:
-        if ranks is not None:
-            return read_layout(config, ranks)
-    except DloError:  # Another strategy.
-        pass
-    return Layout(MeshSpec(dp_shard=1), max(1, (read_batch(config) or 8) // (ranks or 1)), zero=0)
-
-
-def _recomputes(config: dict[str, Any]) -> bool:
-    model = config.get("model")
-    return isinstance(model, dict) and bool((model.get("init_args") or {}).get("recompute"))
 
 
 def predict_rank_memory(
@@ -198,3 +116,270 @@ def predict_chains(
         MeasuredRank(tuple(replace(chains[s], in_flight=n) for s, n in zip(one.stages, one.most, strict=True)), 0)
         for one in in_flight(layout)
     ]
+
+
+#: Moments of Adam, each of the parameter's size.
+_MOMENTS = 2.0
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State of an optimizer.
+
+    Attributes:
+        name: Class name of the optimizer.
+        moments: Bytes of the state for each byte of trained parameters; 2 for Adam.
+        kind: Kind of the optimizer, as the probe of a strategy finds it.
+        error: Why the optimizer could not be built, so that Adam is assumed; empty where it could.
+    """
+
+    name: str = "Adam"
+    moments: float = _MOMENTS
+    kind: Kind = "elementwise"
+    error: str = ""
+
+
+def measure_optimizer(module: Any, dtype: torch.dtype) -> OptimizerState:
+    """Returns the state of a module's optimizer.
+
+    Args:
+        module: Task or LightningModule with its model on the meta device.
+        dtype: Dtype of the stored parameters.
+
+    Raises:
+        DloError: The optimizer cannot take a step on tensors like the parameters.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizers = list(_find_optimizers(module.configure_optimizers()))
+    except DloError:
+        raise
+    except Exception as error:
+        return OptimizerState(error=f"{type(error).__name__}: {error}")
+    if not optimizers:
+        return OptimizerState(error=f"configure_optimizers of {type(module).__name__} returned none")
+    stored = kept = 0.0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            shapes = Counter(tuple(p.shape) for p in group["params"] if p.requires_grad and p.numel())
+            for shape, count in shapes.items():
+                size = math.prod(shape) * dtype.itemsize
+                stored += count * size
+                kept += count * size * _moments(optimizer, group, shape, dtype)
+    kinds = {probe_optimizer(optimizer) for optimizer in optimizers}
+    kind: Kind = next((kind for kind in ("all", "tensor") if kind in kinds), "elementwise")
+    names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)
+    return OptimizerState(" and ".join(names), kept / stored if stored else 0.0, kind)
+
+
+def _find_optimizers(found: Any) -> Iterator[Optimizer]:
+    """Yields the optimizers in what `configure_optimizers` returns."""
+    if isinstance(found, Optimizer):
+        yield found
+    elif isinstance(found, dict):
+        yield from _find_optimizers(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for entry in found:
+            yield from _find_optimizers(entry)
+
+
+def _moments(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Returns the bytes of the state for each byte of a parameter."""
+    try:
+        with fake_tensors():
+            return _step(optimizer, group, shape, dtype)
+    except Exception:
+        try:
+            return _step(optimizer, group, shrink_shape(shape), dtype)
+        except Exception as error:
+            raise DloError(
+                f"optimizer must take a step on a tensor of shape {list(shape)} to be planned, got"
+                f" {type(error).__name__} from {type(optimizer).__name__}: {error}; use another optimizer"
+            ) from error
+
+
+def _step(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    weight = torch.ones(shape, dtype=dtype)
+    trial, (parameter,) = step_trial(optimizer, group, [weight], [[torch.ones(shape, dtype=dtype)]])
+    held = [trial, *(value for value in vars(trial).values() if isinstance(value, Optimizer))]
+    return sum(_state_bytes(one, parameter) for one in held) / parameter.nbytes
+
+
+def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:
+    state: Any = optimizer.state if isinstance(optimizer.state, defaultdict | dict) else {}
+    leaves = tree_leaves(dict(state.get(parameter, {})))
+    return sum(_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor; of a subclass those of the tensors that it is made of, but for its levels."""
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.numel() * tensor.element_size()
+    names = [name for name in tensor.__tensor_flatten__()[0] if name != "qmap"]
+    return sum(_bytes(getattr(tensor, name)) for name in names)
+
+
+#: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
+_PRECISIONS = {
+    "32-true": ("float32", 4, 4, 4, 4),
+    "bf16-mixed": ("bfloat16", 4, 2, 4, 4),
+    "16-mixed": ("float16", 4, 2, 4, 4),
+    "bf16-true": ("bfloat16", 2, 2, 2, 2),
+    "16-true": ("float16", 2, 2, 2, 2),
+}
+
+
+def run_state(
+    config: dict[str, Any], model: Any, gather: str | None = None, reduce: str | None = None
+) -> tuple[StateFormat, OptimizerState]:
+    """Returns the bytes of a run's tensors, and the state of its optimizer.
+
+    Args:
+        config: Config of the user.
+        model: Task or LightningModule of the config.
+        gather: Dtype in which parameters are gathered; None for the run's own.
+        reduce: Dtype in which gradients are reduced; None for the run's own.
+
+    Raises:
+        DloError: The precision or a dtype is not planned, or the optimizer cannot take a step.
+    """
+    trainer = config.get("trainer") or {}
+    precision = str(trainer.get("precision") or "32-true")
+    fused = any(find_part(config, name) is not None for name in ("Compile", "CompileBlocks"))
+    if gather is None and find_batch_norms(model):
+        gather = "float32"  # Batch norms refuse weights in half precision.
+    state = state_format(precision, fused=fused, gather=gather, reduce=reduce)
+    dtype = torch.float32 if state.parameter == SIZES["float32"] else getattr(torch, state.compute)
+    if strategy_options(trainer.get("strategy")).get("bf16_weights") == "stochastic":
+        # Weights and kept gradients are bf16; gradients are reduced, and steps taken, in single precision.
+        state, dtype = replace(state, parameter=2, gathered=2, gradient=2, reduced=4), torch.float32
+    optimizer = measure_optimizer(on_meta(model), dtype)
+    in_backward = find_part(config, "OptimizerInBackward") is not None
+    return replace(state, state=optimizer.moments * dtype.itemsize, steps_in_backward=in_backward), optimizer
+
+
+def state_format(precision: str, *, fused: bool, gather: str | None = None, reduce: str | None = None) -> StateFormat:
+    """Returns the bytes of a run's tensors on an accelerator; the optimizer is Adam, with two moments.
+
+    Args:
+        precision: Precision of the Trainer.
+        fused: Whether the run compiles its model.
+        gather: Dtype in which parameters are gathered; None for that of the products.
+        reduce: Dtype in which gradients are reduced; None for that of the stored parameters.
+
+    Raises:
+        DloError: The precision is another than 32-bit, bfloat16 or float16, or has no such dtype.
+    """
+    plain = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(precision, precision)
+    if plain not in _PRECISIONS:
+        raise DloError(
+            f"trainer.precision must be one of {', '.join(_PRECISIONS)} to be planned, got {precision}; set bf16-mixed"
+        )
+    compute, parameter, gathered, gradient, reduced = _PRECISIONS[plain]
+    own = dict.fromkeys(["float32", compute] if plain.endswith("mixed") else [compute])
+    for key, name in (("gather", gather), ("reduce", reduce)):
+        if name not in (None, *own):
+            raise DloError(
+                f"--fix {key} must be {' or '.join(own)} under precision {plain}, got {name}; leave it out, or set"
+                " another trainer.precision"
+            )
+    gathered, reduced = SIZES.get(gather or "", gathered), SIZES.get(reduce or "", reduced)
+    return StateFormat(
+        compute,
+        parameter,
+        gathered,
+        gradient,
+        reduced,
+        2.0 * parameter,
+        plain.endswith("mixed"),
+        fused=fused,
+        compiled=fused,
+    )
+
+
+def profile_run(model: Any, datamodule: Any, state: StateFormat, device: str = "cuda") -> ModelProfile:
+    """Returns the profile of a config's model.
+
+    Under autocast a layout that gathers parameters in half precision has other activations than one that casts them.
+
+    A LightningModule other than a Task has no plan: only data parallelism and ZeRO divide it.
+
+    Raises:
+        DloError: The shapes of a batch are unknown, or a step fails on fake tensors.
+    """
+    model = on_meta(model)
+    plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
+    batch = batch_of(model, datamodule)
+    found = profile_formats(model, batch, plan, state, device)
+    # Rules of projections that were inferred do not say what runs between them.
+    has_own = isinstance(model, Task) and has_rules(model.parallel_plan())
+    return found if has_own else replace(found, sequence_parallel=False)
+
+
+def profile_formats(model: Any, batch: Any, plan: ParallelPlan | None, state: StateFormat, device: str) -> ModelProfile:
+    """Returns a model's profile on the parameters that a run gathers, and on those that autocast casts if there are."""
+    dtype: torch.dtype = getattr(torch, state.compute)
+    if not state.autocasts:
+        return profile_model(model, batch, plan, dtype=dtype, device=device)
+    uncast = profile_model(model, batch, plan, dtype=torch.float32, autocast=dtype, device=device)
+    if state.gathered > dtype.itemsize:
+        return uncast
+    found = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device)
+    return replace(found, uncast=uncast)
+
+
+def _completed(task: Task, datamodule: Any) -> ParallelPlan:
+    """Returns the plan of a task's model with tensor rules, inferred ones if it brings none and some can be found."""
+    plan = task.parallel_plan()
+    try:
+        return TensorParallel().complete_plan(task, plan, 1, datamodule)
+    except DloError:
+        return plan  # The report's reason why tp is left out says that the plan has no rules.
+
+
+def on_meta(model: Any) -> Any:
+    """Returns a task or LightningModule with its model on the meta device, if it is not built yet."""
+    if isinstance(model, Task):
+        return model.on_meta()
+    if not any(True for _ in model.parameters()):
+        with torch.device("meta"):
+            model.configure_model()
+    return model
+
+
+def batch_of(model: Any, datamodule: Any) -> Any:
+    """Returns a batch with the shapes of a run's: the task's example, or the first of its data."""
+    batch = model.example_batch(datamodule) if isinstance(model, Task) else None
+    return first_batch(datamodule) if batch is None else batch
+
+
+def _inferred(model: nn.Module) -> ParallelPlan | None:
+    try:
+        return ParallelPlan.infer(model)
+    except DloError:
+        return None
+
+
+def first_batch(datamodule: Any) -> Any:
+    """Returns the first training batch of a datamodule, for its shapes.
+
+    Raises:
+        DloError: The config lacks a datamodule, or it cannot load its data here.
+    """
+    if datamodule is None:
+        raise DloError(
+            "data must be a datamodule where the task has no example_batch, got none; implement Task.example_batch, or"
+            " add data: to the config"
+        )
+    try:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        return next(iter(datamodule.train_dataloader()))
+    except DloError:
+        raise
+    except Exception as error:
+        raise DloError(
+            f"data must load a batch here where the task has no example_batch, got {type(error).__name__}: {error};"
+            " implement Task.example_batch, which needs no data"
+        ) from error

@@ -22,10 +22,9 @@ from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import draw_figure
 from dlo_plugins.plan.layout import Layout
 from dlo_plugins.plan.machine import load_machine
-from dlo_plugins.plan.plan_config import read_device
-from dlo_plugins.plan.plan_report import batch_of, on_meta, profile_formats, run_state
+from dlo_plugins.plan.plan_config import layout_or_one_rank, read_device
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.plan.run_memory import layout_or_one_rank
+from dlo_plugins.plan.run_memory import batch_of, on_meta, profile_formats, run_state
 from dlo_plugins.plan.step_time import TimeModel
 
 if TYPE_CHECKING:

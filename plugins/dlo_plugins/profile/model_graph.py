@@ -14,7 +14,7 @@ from torch import Tensor
 from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.plan.plan_report import batch_of
+from dlo_plugins.plan.run_memory import batch_of
 
 #: Levels of modules that are drawn, the preferred number first.
 _DEPTHS = (4, 5, 6, 8, 12, 20)

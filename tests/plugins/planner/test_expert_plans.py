@@ -18,9 +18,9 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.plan.layout import Layout, Request, StateFormat
 from dlo_plugins.plan.machine import load_machine
 from dlo_plugins.plan.model_profile import ModelProfile, profile_model
+from dlo_plugins.plan.plan_config import read_layout
 from dlo_plugins.plan.plan_search import _RECOMPUTE, PlanSearch
 from dlo_plugins.plan.rank_memory import MemoryModel
-from dlo_plugins.plan.run_memory import read_layout
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_plugins.plan.work import Share
 from dlo_tasks.language.causal_lm import CausalLM

@@ -9,8 +9,8 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.plan.layout import Layout, StateFormat
 from dlo_plugins.plan.machine import load_machine
 from dlo_plugins.plan.model_profile import ModelProfile
-from dlo_plugins.plan.plan_report import profile_formats
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.plan.run_memory import profile_formats
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM

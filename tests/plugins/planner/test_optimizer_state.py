@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from dlo_plugins.plan.plan_report import measure_optimizer
+from dlo_plugins.plan.run_memory import measure_optimizer
 from dlo_tasks.language.causal_lm import CausalLM
 
 CONFIG = {

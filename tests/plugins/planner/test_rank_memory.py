@@ -15,8 +15,8 @@ from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.plan.layout import Layout, StateFormat
 from dlo_plugins.plan.machine import load_machine
-from dlo_plugins.plan.plan_report import profile_run, state_format
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.plan.run_memory import profile_run, state_format
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_tasks.language.causal_lm import CausalLM
 from support.planner_models import llama

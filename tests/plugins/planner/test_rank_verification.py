@@ -10,9 +10,9 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.plan.layout import Layout, Request, StateFormat
 from dlo_plugins.plan.machine import load_machine
 from dlo_plugins.plan.model_profile import ModelProfile, profile_model
+from dlo_plugins.plan.plan_report import RankVerification
 from dlo_plugins.plan.plan_search import Candidate, PlanSearch, Rejection
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.plan.rank_verification import RankVerification
 from dlo_plugins.plan.step_time import TimeModel
 from dlo_tasks.language.causal_lm import CausalLM
 from support.planner_models import llama

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.memory.command import main
+from dlo_plugins.plan.command import remat
 
 
 @pytest.mark.slow
@@ -13,7 +13,7 @@ def test_it_plans_with_offloading_for_the_ranks_of_the_axes(capsys, tmp_path):
     picture = tmp_path / "schedule.png"
     options = ["--config", "digits/mesh", "--budget", "60%", "--offload", "--link", "1TB/s", "--json"]
     options += ["--trainer.strategy.init_args.micro_batches", "2"]
-    assert main([*options, "--png", str(picture), "--trainer.devices", "auto"]) == 0
+    assert remat([*options, "--png", str(picture), "--trainer.devices", "auto"]) == 0
     found = capsys.readouterr()
     assert "devices is auto; ranks: " in found.err
     for own in json.loads(found.out):
@@ -35,4 +35,4 @@ def test_it_plans_with_offloading_for_the_ranks_of_the_axes(capsys, tmp_path):
 )
 def test_wrong_options_name_the_fix(options, message):
     with pytest.raises(DloError, match=message):
-        main(["--config", "digits/rotor", *options])
+        remat(["--config", "digits/rotor", *options])
