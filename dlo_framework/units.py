@@ -1,8 +1,10 @@
-"""Formats and parses quantities with units."""
+"""Formats and parses quantities with units; formats tables."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable, Sequence
 
 from dlo_framework.errors import DloError
 
@@ -27,6 +29,22 @@ def format_duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def format_table(rows: Iterable[Sequence[str]], left: int | None = None) -> list[str]:
+    """Returns lines with the rows' cells in columns.
+
+    Args:
+        rows: Cells of each row; the last ones of a row may be missing.
+        left: Number of columns that are aligned to the left, the others to the right; None for all.
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+
+    def align(column: int, cell: str) -> str:
+        return cell.ljust(widths[column]) if left is None or column < left else cell.rjust(widths[column])
+
+    return ["  ".join(align(*cell) for cell in enumerate(row)).rstrip() for row in rows]
 
 
 def parse_bytes(text: str | float, key: str) -> int:

@@ -38,6 +38,7 @@ from dlo_framework.registry.class_source import (
     read_class,
     read_class_in_file,
 )
+from dlo_framework.units import format_table
 
 COMMANDS = ("show", "new")
 
@@ -195,12 +196,7 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
             table.add_row(*map(escape, row))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    print(title)
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(f"  {'  '.join(cells)}".rstrip())
-    print()
+    print(title, *(f"  {line}" for line in format_table([header, *rows])[1:]), "", sep="\n")
 
 
 def write_plugin(kind: str, name: str, folder: Path, registry: Registry) -> str:

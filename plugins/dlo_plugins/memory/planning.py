@@ -6,6 +6,7 @@ chains that are in flight at the same time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_framework.units import format_bytes, parse_bytes
+from dlo_framework.units import format_bytes, format_table, parse_bytes
 from dlo_plugins.memory.offload import solve_offload
 from dlo_plugins.memory.rotor import BudgetTooSmall, keep_fastest, solve, solve_alone
 from dlo_plugins.memory.schedule import (
@@ -189,7 +190,7 @@ class MeasuredChain:
         """Names of the stages."""
         return tuple(stage.name for stage in self.chain.stages)
 
-    @property
+    @functools.cached_property
     def kept_peak(self) -> int:
         """Peak bytes of a micro-batch that keeps everything."""
         return self.stem + predict(self.chain, [Keep(index) for index in range(len(self.chain))]).peak
@@ -385,13 +386,7 @@ def describe_plan(plan: Plan) -> str:
                 f"{row['backward'] * 1e3:.3g}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for texts in rows:
-        pairs = enumerate(zip(texts, widths, strict=True))
-        cells = [cell.ljust(width) if n < 2 else cell.rjust(width) for n, (cell, width) in pairs]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([plan.describe(), "", *lines, ""])
+    return "\n".join([plan.describe(), "", *format_table(rows, left=2), ""])
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -202,6 +202,12 @@ def _rows(batch: Any, rows: int) -> Any:
     return map_rows(repeat, batch, rows)
 
 
+def row_length(batch: Any) -> int | None:
+    """Returns the tokens of a batch's rows; None without token ids `[rows, length]`."""
+    ids = (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == torch.long)
+    return next((int(x.shape[1]) for x in ids), None)
+
+
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: (
@@ -555,10 +561,7 @@ class _Profiler:
         shared: dict[Any, Part] = {}
         blocks = tuple(shared.setdefault((id(block.forward), block.parameters, block.fixed), block) for block in blocks)
         stem, head = (_with_parameters(self._rest[name], counts[name]) for name in ("stem", "head"))
-        ids = next(
-            (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == torch.long), None
-        )
-        is_sequence = self.plan is not None and bool(self.plan.attention) and ids is not None
+        length = row_length(batch) if self.plan is not None and self.plan.attention else None
         bounds = find_ability(task, BoundsLogits)
         return ModelProfile(
             model=type(self.model).__name__,
@@ -566,10 +569,10 @@ class _Profiler:
             blocks=blocks,
             head=head,
             tied=tied,
-            length=int(ids.shape[1]) if is_sequence and ids is not None else None,
+            length=length,
             tp=self.regions.sizes,
             pp=len(self.names) if hasattr(task, "inputs") and self.names else 1,
-            cp=is_sequence,
+            cp=length is not None,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             max_logits=None if bounds is None else bounds.max_logits(self.device),
             why_not=self.regions.why_not | self.experts.why_not,

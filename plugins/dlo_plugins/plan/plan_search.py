@@ -22,7 +22,7 @@ from dlo_plugins.plan.machine import Machine
 from dlo_plugins.plan.model_profile import ModelProfile
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.plan.rotor_model import RotorModel, round_budget
-from dlo_plugins.plan.step_time import StepTime, TimeModel
+from dlo_plugins.plan.step_time import RotorPlan, StepTime, TimeModel
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class PlanSearch:
 
     def _rank_memory(self, candidate: Candidate) -> list[RankMemory]:
         plan = self.rotor.plan(candidate.layout) if candidate.layout.recompute == "rotor" else None
-        return self.memory.ranks(candidate.layout, plan.activations if plan else None)
+        return self.memory.ranks(candidate.layout, plan)
 
     def _search(self, refused: Sequence[Rejection]) -> SearchResult:
         """Returns the fastest plans, without those on meshes that a simulated rank has refused."""
@@ -479,7 +479,8 @@ class PlanSearch:
             return Rejection(layout, "memory", least, memory)
         budget = round_budget(self.memory.available(layout, memory))
         repeated = self.rotor.least_repeated(replace(layout, budget=budget))
-        seconds = self.times.step(layout, exact=False, repeated=repeated).total if max(repeated) < math.inf else 0.0
+        bound = RotorPlan((), repeated=repeated)
+        seconds = self.times.step(layout, bound, exact=False).total if max(repeated) < math.inf else 0.0
         if seconds >= limit:
             return Rejection(layout, "time", seconds, limit)
         fitted = self.rotor.fit(layout, memory)
@@ -488,12 +489,10 @@ class PlanSearch:
     def _candidate(self, layout: Layout, memory: RankMemory | None = None, *, exact: bool = False) -> Candidate:
         request, profile = self.request, self.profile
         plan = self.rotor.plan(layout) if layout.recompute == "rotor" else None
-        time = self.times.step(
-            layout, exact=exact, repeated=plan.repeated if plan else (), waits=plan.waits if plan else ()
-        )
+        time = self.times.step(layout, plan, exact=exact)
         return Candidate(
             layout, self.times.split(layout), time,
-            memory or self.memory.largest(layout, plan.activations if plan else None),
+            memory or self.memory.largest(layout, plan),
             profile.flops * request.global_batch, self.machine.rate(self.times.state.compute) * request.gpus,
             request.global_batch * (profile.length or 1), host_bytes=plan.host if plan else 0.0,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dlo_plugins.memory.planning import InFlight, replay_in_flight
 from dlo_plugins.parallel.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.plan.layout import Layout
-from dlo_plugins.plan.step_time import TimeModel
+from dlo_plugins.plan.step_time import RotorPlan, TimeModel
 from dlo_plugins.plan.work import Stage, local_bytes, local_count
 
 
@@ -72,19 +72,6 @@ class RankGroup(NamedTuple):
     flying: InFlight
 
 
-@dataclass(frozen=True)
-class RankActivations:
-    """Activations of Rotor's schedules on the ranks of the pipeline.
-
-    Attributes:
-        bytes: Bytes on a rank of each group.
-        region: Largest number of blocks that are recomputed together, whose parameters stay gathered meanwhile.
-    """
-
-    bytes: tuple[float, ...]
-    region: int
-
-
 class _State(NamedTuple):
     """Bytes of a rank's state.
 
@@ -136,16 +123,16 @@ class MemoryModel:
         self._known: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._groups: dict[tuple[object, ...], list[RankGroup]] = {}
 
-    def largest(self, layout: Layout, rotor: RankActivations | None = None) -> RankMemory:
+    def largest(self, layout: Layout, rotor: RotorPlan | None = None) -> RankMemory:
         """Returns the memory of the rank of the pipeline that needs most.
 
         Args:
             layout: Layout.
-            rotor: Activations under Rotor; None for the layout's own recomputation.
+            rotor: Plan of Rotor; None for the layout's own recomputation.
         """
         return max(self._of_groups(layout, rotor), key=lambda memory: memory.total)
 
-    def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
+    def ranks(self, layout: Layout, rotor: RotorPlan | None = None) -> list[RankMemory]:
         """Returns the memory of each rank of the pipeline."""
         of_groups = zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)
         by_stages = {stages: memory for group, memory in of_groups for stages in group.ranks}
@@ -181,7 +168,7 @@ class MemoryModel:
             self._groups[key] = list(found.values())
         return self._groups[key]
 
-    def _of_groups(self, layout: Layout, rotor: RankActivations | None) -> list[RankMemory]:
+    def _of_groups(self, layout: Layout, rotor: RotorPlan | None) -> list[RankMemory]:
         stages, machine = self._times.stages(layout), self._times.machine
         found = []
         for number, group in enumerate(self.groups(layout)):
@@ -189,7 +176,7 @@ class MemoryModel:
                 layout, stages, group.flying.stages, rotor.region if rotor else 1
             )
             if rotor is not None:
-                kept, working, loss = rotor.bytes[number], 0.0, 0.0
+                kept, working, loss = rotor.activations[number], 0.0, 0.0
             else:
                 kept, working, loss = self._activations(layout, stages, group.flying)
             if rotor is not None or layout.micro_batches > 1:

@@ -15,8 +15,8 @@ from dlo_plugins.memory.planning import MeasuredChain
 from dlo_plugins.memory.rotor import LeastMemory, solve
 from dlo_plugins.memory.schedule import Chain, Link, Mode, Node, Recompute, Schedule, Stage, offloaded_bytes
 from dlo_plugins.plan.layout import Layout
-from dlo_plugins.plan.rank_memory import MemoryModel, RankActivations, RankGroup
-from dlo_plugins.plan.step_time import TimeModel
+from dlo_plugins.plan.rank_memory import MemoryModel, RankGroup
+from dlo_plugins.plan.step_time import RotorPlan, TimeModel
 from dlo_plugins.plan.work import Part
 
 #: Modes of a block, as the callback measures them.
@@ -28,35 +28,16 @@ _STATES = 100
 
 
 @dataclass(frozen=True)
-class RotorPlan:
-    """Rotor's schedules of a layout.
-
-    Attributes:
-        repeated: Seconds that a step recomputes, for each stage and micro-batch.
-        waits: Seconds that it waits for copies to and from the host.
-        activations: Activations of each rank.
-        host: Bytes in the host's memory, of the rank with most.
-    """
-
-    repeated: tuple[float, ...]
-    waits: tuple[float, ...]
-    activations: RankActivations
-    host: float = 0.0
-
-
-@dataclass(frozen=True)
 class _StageChain:
     """Chain of a stage, with what bounds its schedules.
 
     Attributes:
         measured: Chain as the callback measures it.
-        peak: Peak bytes if everything is kept.
         least: Bytes that any schedule needs at least.
         steps: Bytes that can be dropped, and their seconds a byte, the cheapest first.
     """
 
     measured: MeasuredChain
-    peak: int
     least: int
     steps: tuple[tuple[float, float], ...]
 
@@ -125,7 +106,7 @@ class RotorModel:
             host = max(host, copied)
         if self._host is not None and host > self._host.memory:
             return None
-        return RotorPlan(tuple(repeated), tuple(waits), RankActivations(tuple(totals), region), float(host))
+        return RotorPlan(tuple(totals), region, float(host), tuple(repeated), tuple(waits))
 
     def fit(self, layout: Layout, memory: float) -> Layout | float:
         """Returns a layout with the largest budget that a memory allows; the bytes that it needs if none fits.
@@ -142,10 +123,10 @@ class RotorModel:
             found = self.plan(tried)
             if found is None:
                 return math.inf if layout.offload else max(self._least(layout, region), memory)
-            total = self._memory.largest(tried, found.activations).total
+            total = self._memory.largest(tried, found).total
             if total <= memory:
                 return tried
-            region = found.activations.region
+            region = found.region
         return total
 
     def _least(self, layout: Layout, region: int) -> float:
@@ -153,17 +134,17 @@ class RotorModel:
         chains, totals = self.chains(layout), []
         for group in self._memory.groups(layout):
             own = [chains[stage] for stage in group.flying.stages]
-            peaks = sum(count * chain.peak for count, chain in zip(group.flying.most, own, strict=True))
+            peaks = sum(count * chain.measured.kept_peak for count, chain in zip(group.flying.most, own, strict=True))
             needs = [self._least_budget(chain) + chain.measured.stem for chain in own]
-            totals.append(max(need * peaks / chain.peak for need, chain in zip(needs, own, strict=True)))
-        return self._memory.largest(layout, RankActivations(tuple(totals), region)).total
+            totals.append(max(need * peaks / chain.measured.kept_peak for need, chain in zip(needs, own, strict=True)))
+        return self._memory.largest(layout, RotorPlan(tuple(totals), region)).total
 
     def _least_budget(self, chain: _StageChain) -> int:
         if id(chain) not in self._least_budgets:
             self._least_budgets[id(chain)] = LeastMemory(chain.measured.chain).budget
         return self._least_budgets[id(chain)]
 
-    def least_repeated(self, layout: Layout) -> list[float]:
+    def least_repeated(self, layout: Layout) -> tuple[float, ...]:
         """Returns a lower bound of each stage's recomputation in a micro-batch, within a layout's budget."""
         chains, found = self.chains(layout), [0.0] * layout.stages
         for group in self._memory.groups(layout):
@@ -172,7 +153,7 @@ class RotorModel:
                 least = chains[group.flying.stages[place]].least_seconds(share, rate)
                 for stages in group.ranks:
                     found[stages[place]] = least
-        return found
+        return tuple(found)
 
     def least_memory(self, layout: Layout) -> float:
         """Returns a lower bound of the memory of the rank that needs most, under any budget."""
@@ -180,11 +161,11 @@ class RotorModel:
         for group in self._memory.groups(layout):
             own = zip(group.flying.most, group.flying.stages, strict=True)
             totals.append(float(sum(count * chains[stage].least for count, stage in own)))
-        return self._memory.largest(layout, RankActivations(tuple(totals), 1)).total
+        return self._memory.largest(layout, RotorPlan(tuple(totals))).total
 
     def _shares(self, layout: Layout, chains: Sequence[_StageChain], group: RankGroup) -> list[int]:
         """Returns the bytes of a micro-batch in each stage of a rank, in proportion to what it takes in full."""
-        peaks = [chains[stage].peak for stage in group.flying.stages]
+        peaks = [chains[stage].measured.kept_peak for stage in group.flying.stages]
         total = sum(count * peak for count, peak in zip(group.flying.most, peaks, strict=True))
         return [int(layout.budget * (peak / total)) if total else layout.budget for peak in peaks]
 
@@ -236,7 +217,7 @@ class RotorModel:
             for n, stage in enumerate(stages[:-1])
         ]
         steps = sorted((step for stage in stages[:-1] for step in _steps(stage)), key=lambda step: step[1])
-        return _StageChain(measured, measured.kept_peak, measured.stem + chain.input + max(needs), tuple(steps))
+        return _StageChain(measured, measured.stem + chain.input + max(needs), tuple(steps))
 
     def _stage(self, part: Part, layout: Layout) -> Stage:
         share, compiled = self._times.share(layout), self._times.state.compiled

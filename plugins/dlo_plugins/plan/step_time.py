@@ -85,6 +85,25 @@ class PartTime:
     experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
+@dataclass(frozen=True)
+class RotorPlan:
+    """Rotor's schedules of a layout.
+
+    Attributes:
+        activations: Bytes of activations on a rank of each group of the pipeline's ranks.
+        region: Largest number of blocks that are recomputed together, whose parameters stay gathered meanwhile.
+        host: Bytes in the host's memory, of the rank with most.
+        repeated: Seconds that a step recomputes, for each stage and micro-batch.
+        waits: Seconds that it waits for copies to and from the host.
+    """
+
+    activations: tuple[float, ...]
+    region: int = 1
+    host: float = 0.0
+    repeated: tuple[float, ...] = ()
+    waits: tuple[float, ...] = ()
+
+
 class TimeModel:
     """Predicts times of one model on one machine.
 
@@ -301,23 +320,21 @@ class TimeModel:
         own = sum(n * (t.forward + t.backward + sum(t.tensor[:2]) + sum(t.experts[:2])) for t, n in times)
         return own + sum(self._gathering(everything, layout))
 
-    def step(
-        self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = (), waits: Sequence[float] = ()
-    ) -> StepTime:
+    def step(self, layout: Layout, rotor: RotorPlan | None = None, *, exact: bool = True) -> StepTime:
         """Returns the time of a step.
 
         Args:
             layout: Layout of the run.
+            rotor: Plan of Rotor; None for the layout's own recomputation.
             exact: Whether a pipeline is simulated; otherwise its makespan is a lower bound.
-            repeated: Seconds that backward recomputes under Rotor, for each stage and micro-batch.
-            waits: Seconds that forward and backward wait for copies under Rotor.
         """
         stages, count = self.stages(layout), layout.micro_batches
         known = {id(stage): self._costs(stage, layout) for stage in stages}
         costs = [known[id(stage)] for stage in stages]
         forward = [cost[0] for cost in costs]
         again = self.recomputed_stages(layout)
-        more, waiting = (list(seconds) or [0.0] * len(stages) for seconds in (repeated, waits))
+        nothing = (0.0,) * len(stages)
+        more, waiting = (rotor.repeated, rotor.waits or nothing) if rotor is not None else (nothing, nothing)
         backward = [cost[1] + sum(extra) for cost, *extra in zip(costs, more, waiting, strict=True)]
         # A schedule's own recomputation is an action beside forward and backward.
         work = [f * (1 + (s in again)) + b for s, (f, b) in enumerate(zip(forward, backward, strict=True))]

@@ -30,14 +30,13 @@ from dlo_framework.watch.media import draw_figure, log_figure, log_text
 from dlo_framework.watch.monitor import RunMonitor, StepClock
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.profile.device_waits import WaitRecorder
-from dlo_plugins.profile.module_ranges import ModuleRanges, NvtxRanges, mark
+from dlo_plugins.profile.module_ranges import mark, nvtx_ranges, trace_ranges
 from dlo_plugins.profile.rank_profile import (
     MachinePeaks,
     RankProfile,
     analyse,
     find_straggler,
     measure_peaks,
-    rank_steps,
     read_peaks,
     rewrite_trace,
 )
@@ -311,10 +310,10 @@ class Profile(PluginCallback):
         profiles = _gather(trainer, own)
         if not trainer.is_global_zero or not profiles:
             return
-        found = {each.rank: rank_steps(each.breakdown) for each in profiles}
         steps = [step.number for step in profiles[0].breakdown.steps]
         self.report = ProfileReport(
-            (min(steps), max(steps)), trainer.world_size, profiles, find_straggler(found),
+            (min(steps), max(steps)), trainer.world_size, profiles,
+            find_straggler({each.rank: each.breakdown.steps for each in profiles}),
             self._find_peaks(trainer, profiles), self._usual,
         )  # fmt: skip
         self._show(trainer, self.report)
@@ -411,10 +410,9 @@ class _Window:
             self._enter_step()
             return
         if self.is_nvtx:
-            nvtx = torch.cuda.nvtx
-            self._ranges = NvtxRanges(self._module, nvtx.range_start, nvtx.range_end)
+            self._ranges = nvtx_ranges(self._module)
         else:
-            self._ranges = ModuleRanges(self._module)
+            self._ranges = trace_ranges(self._module)
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from dlo_framework.cli.command_parser import CommandParser
@@ -42,10 +43,8 @@ def main(argv: list[str]) -> int:
     least = options.active + 4  # Two of the run's first steps, one to warm up, one that is searched for waits.
     check_number("profile: --steps", options.steps, f"at least {least} to record {options.active}", f"set {least}")
     batches, lengths = (_numbers(name, getattr(options, name)) for name in ("batches", "lengths"))
-    if options.graph:
-        from dlo_plugins.profile.model_graph import check_torchview
-
-        check_torchview()
+    if options.graph and importlib.util.find_spec("torchview") is None:
+        raise DloError("profile: --graph must have torchview, got none installed; pip install 'dlo_framework[profile]'")
     folder: list[Path] = []
 
     def build() -> None:
@@ -94,8 +93,7 @@ def _describe_model(
         return
     with prepared_process(found):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
-        from dlo_plugins.profile.memory_table import memory_table, write_memory_table
-        from dlo_plugins.profile.model_graph import draw_model
+        from dlo_plugins.profile.model_report import draw_model, memory_table
 
         run = SimulatedRun(found, 1, "dlo profile", unplanned=True)
         if options.batches != "none":
@@ -107,7 +105,7 @@ def _describe_model(
                 print(f"\nno table of memory over batch and length: {error}", flush=True)
             else:
                 print(f"\n{table.text()}", flush=True)
-                write_memory_table(table, folder / "profile")
+                table.write(folder / "profile")
         if options.graph:
             print(f"\ngraph of the model: {draw_model(run.model, run.datamodule, folder / 'profile')}", flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,58 +44,22 @@ def profiled_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class ModuleRanges:
-    """Ranges of `record_function` around the forward of each module, named like the module.
-
-    Args:
-        module: Module whose submodules get ranges.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._handles: list[Any] = []
-        self._open: list[Any] = []
-
-    def start(self) -> None:
-        """Registers the hooks."""
-        for name, part in profiled_modules(self._module):
-            self._handles.append(part.register_forward_pre_hook(self._enter(MODULE + name), prepend=True))
-            self._handles.append(part.register_forward_hook(self._leave, always_call=True))
-
-    def _enter(self, label: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            entered = record_function(label)
-            entered.__enter__()
-            self._open.append(entered)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-    def stop(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        while self._open:  # Of a forward that an error has ended.
-            self._open.pop().__exit__(None, None, None)
-
-
-class NvtxRanges:
-    """NVTX ranges around the forward and the backward of each module, for NVIDIA's Nsight Systems.
+    """Ranges around the forward of each module, and around its backward.
 
     A backward's range begins when the gradient of the module's output is known, and ends when that of its inputs is; at
     the latest at the end of backward. The graph stays as it was: nodes and tensors get hooks, and no node is added.
 
     Args:
         module: Module whose submodules get ranges.
-        begin: Function that begins a range, and returns its id; `torch.cuda.nvtx.range_start`.
-        end: Function that ends the range of an id; `torch.cuda.nvtx.range_end`.
+        begin: Function that begins a range of a module's name in `forward` or `backward`, and returns its id.
+        end: Function that ends the range of an id.
+        backward: Whether backwards have ranges too.
     """
 
-    def __init__(self, module: nn.Module, begin: Callable[[str], Any], end: Callable[[Any], None]) -> None:
-        self._module, self._begin, self._end = module, begin, end
+    def __init__(
+        self, module: nn.Module, begin: Callable[[str, str], Any], end: Callable[[Any], None], backward: bool = True
+    ) -> None:
+        self._module, self._begin, self._end, self._backward = module, begin, end, backward
         self._handles: list[Any] = []
         self._forwards: list[Any] = []
         self._backwards: dict[int, Any] = {}  # ids of open ranges, by the call's number
@@ -103,32 +68,27 @@ class NvtxRanges:
     def start(self) -> None:
         """Registers the hooks."""
         for name, part in profiled_modules(self._module):
-            self._handles.append(part.register_forward_pre_hook(self._enter(name), prepend=True))
-            self._handles.append(part.register_forward_hook(self._leave(name), always_call=True, with_kwargs=True))
+            enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+            self._handles.append(part.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(part.register_forward_hook(leave, always_call=True, with_kwargs=True))
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._forwards.append(self._begin(f"{name} forward"))
+    def _enter(self, name: str, *_: Any) -> None:
+        self._forwards.append(self._begin(name, "forward"))
 
-        return enter
+    def _leave(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._forwards:
+            self._end(self._forwards.pop())
+        if self._backward and torch.is_grad_enabled():
+            self._watch_backward(name, (args, kwargs), output)
 
-    def _leave(self, name: str) -> Callable[..., None]:
-        def leave(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._forwards:
-                self._end(self._forwards.pop())
-            if torch.is_grad_enabled():
-                self._watch_backward(f"{name} backward", (args, kwargs), output)
-
-        return leave
-
-    def _watch_backward(self, label: str, inputs: Any, output: Any) -> None:
+    def _watch_backward(self, name: str, inputs: Any, output: Any) -> None:
         nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
         sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         number, self._calls = self._calls, self._calls + 1
 
         def begin(*_: Any) -> None:
             if number not in self._backwards:
-                self._backwards[number] = self._begin(label)
+                self._backwards[number] = self._begin(name, "backward")
 
         def end(*_: Any) -> None:
             if number in self._backwards:
@@ -145,10 +105,27 @@ class NvtxRanges:
             self._end(self._backwards.popitem()[1])
 
     def stop(self) -> None:
-        """Removes the hooks, and ends all ranges."""
+        """Removes the hooks, and ends all ranges, also those of a forward that an error has ended."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         while self._forwards:
             self._end(self._forwards.pop())
         self.end_backward()
+
+
+def trace_ranges(module: nn.Module) -> ModuleRanges:
+    """Returns the ranges of modules' forwards in the trace of torch's profiler; backwards need none there."""
+
+    def begin(name: str, phase: str) -> Any:
+        entered = record_function(MODULE + name)
+        entered.__enter__()
+        return entered
+
+    return ModuleRanges(module, begin, lambda entered: entered.__exit__(None, None, None), backward=False)
+
+
+def nvtx_ranges(module: nn.Module) -> ModuleRanges:
+    """Returns the NVTX ranges of modules' forwards and backwards, for NVIDIA's Nsight Systems."""
+    nvtx = torch.cuda.nvtx
+    return ModuleRanges(module, lambda name, phase: nvtx.range_start(f"{name} {phase}"), nvtx.range_end)

@@ -27,13 +27,14 @@ import torch
 from dlo_plugins.plan.machine import load_machine
 from dlo_plugins.plan.measurement import measure_rank
 from dlo_plugins.profile.device_waits import DeviceWait
-from dlo_plugins.profile.operations import DATA, EXPOSED, HOST, KINDS
+from dlo_plugins.profile.operations import KINDS
 from dlo_plugins.profile.step_breakdown import (
     OUTSIDE,
     Breakdown,
     HostFrames,
     ModuleTime,
     Phases,
+    StepTime,
     Trace,
     break_down,
     parse_trace,
@@ -375,17 +376,19 @@ _CAUSES = ("compute", "data", "host")
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """Times of a step on a rank, in seconds.
+class RankSummary:
+    """Median times of a rank's steps, as :class:`~dlo_plugins.profile.step_breakdown.StepTime` has them.
 
     Attributes:
-        wall: Time of the step.
-        compute: Time in operators: products, attention, elementwise work, copies, the optimizer.
+        rank: Global rank.
+        wall: Time of a step.
+        compute: Time in operators.
         wait: Time in which it waited for collectives.
         data: Time in which it waited for the data loader.
-        host: Other time: Python and launches.
+        host: Other time.
     """
 
+    rank: int
     wall: float
     compute: float
     wait: float
@@ -396,26 +399,6 @@ class RankStep:
     def own(self) -> float:
         """Time that the rank needed by itself."""
         return self.wall - self.wait
-
-
-def rank_steps(breakdown: Breakdown) -> list[RankStep]:
-    """Returns the times of each step of a rank's profile."""
-    found = []
-    for step in breakdown.steps:
-        wait, data, host = (step.kinds.get(kind, 0.0) for kind in (EXPOSED, DATA, HOST))
-        found.append(RankStep(step.wall, sum(step.kinds.values()) - wait - data - host, wait, data, host))
-    return found
-
-
-@dataclass(frozen=True)
-class RankSummary(RankStep):
-    """Median times of a rank's steps.
-
-    Attributes:
-        rank: Global rank.
-    """
-
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -447,7 +430,7 @@ class StragglerReport:
         return asdict(self)
 
 
-def find_straggler(ranks: Mapping[int, Sequence[RankStep]]) -> StragglerReport:
+def find_straggler(ranks: Mapping[int, Sequence[StepTime]]) -> StragglerReport:
     """Returns which rank is slow, and why.
 
     Args:
@@ -497,11 +480,9 @@ _WORDS = {
 }
 
 
-def _median(rank: int, steps: Sequence[RankStep]) -> RankSummary:
-    def of(name: str) -> float:
-        return float(statistics.median(getattr(step, name) for step in steps))
-
-    return RankSummary(of("wall"), of("compute"), of("wait"), of("data"), of("host"), rank)
+def _median(rank: int, steps: Sequence[StepTime]) -> RankSummary:
+    names = ("wall", "compute", "wait", "data", "host")
+    return RankSummary(rank, *(statistics.median(getattr(step, name) for step in steps) for name in names))
 
 
 def _ms(seconds: float) -> str:

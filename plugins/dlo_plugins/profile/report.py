@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from dlo_framework.units import format_bytes
 from dlo_plugins.profile.operations import DATA, EXPOSED, HIDDEN, HOST, KINDS, OPTIMIZER
-from dlo_plugins.profile.rank_profile import MachinePeaks, RankProfile, RooflinePoint, StragglerReport, group_modules
+from dlo_plugins.profile.rank_profile import (
+    MachinePeaks,
+    RankProfile,
+    RooflinePoint,
+    StragglerReport,
+    group_modules,
+    group_name,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -297,8 +304,6 @@ def _plain(axes: Axes) -> None:
 
 
 def _grouped_bytes(found: dict[str, int]) -> dict[str, int]:
-    from dlo_plugins.profile.rank_profile import group_name
-
     groups: dict[str, int] = {}
     for name, size in found.items():
         groups[group_name(name)] = groups.get(group_name(name), 0) + size

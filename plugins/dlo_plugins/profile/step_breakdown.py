@@ -52,15 +52,16 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(slots=True)
-class HostSpan:
-    """Operator, annotation or call of the device's runtime on a thread of the host.
+class Span:
+    """Operator, annotation or call of the device's runtime on a thread of the host; or a kernel or copy on the device.
 
     Attributes:
-        name: Name of the operator or annotation.
+        name: Name of the operator, annotation or kernel.
         start: Start in seconds.
         end: End in seconds.
         category: Category in the trace.
         args: Arguments: shapes, types, sequence number.
+        operator: External id of the operator; of a kernel, that of the operator that launched it; None if unknown.
     """
 
     name: str
@@ -68,29 +69,11 @@ class HostSpan:
     end: float
     category: str
     args: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class DeviceSpan:
-    """Kernel or copy on the accelerator.
-
-    Attributes:
-        name: Name of the kernel.
-        start: Start in seconds.
-        end: End in seconds.
-        category: Category in the trace.
-        operator: External id of the operator that launched it; None if unknown.
-    """
-
-    name: str
-    start: float
-    end: float
-    category: str
     operator: int | None
 
     @property
     def is_collective(self) -> bool:
-        """Whether it communicates with other ranks."""
+        """Whether it is a kernel that communicates with other ranks."""
         return "nccl" in self.name.lower() or "rccl" in self.name.lower()
 
 
@@ -126,11 +109,11 @@ class Trace:
         allocations: Allocations and releases, in order.
     """
 
-    threads: dict[Any, list[HostSpan]] = field(default_factory=dict)
+    threads: dict[Any, list[Span]] = field(default_factory=dict)
     main: Any = None
     marks: list[tuple[float, str]] = field(default_factory=list)
-    in_flight: list[HostSpan] = field(default_factory=list)
-    device: list[DeviceSpan] = field(default_factory=list)
+    in_flight: list[Span] = field(default_factory=list)
+    device: list[Span] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
 
 
@@ -173,17 +156,17 @@ def _add(trace: Trace, event: Mapping[str, Any], start: float, operators: Mappin
         trace.allocations.append(
             Allocation(start, int(args["Bytes"]), int(args["Addr"]), int(args["Device Type"]) != 0, thread)
         )
-    elif category in _DEVICE:
-        operator = args.get("External id", operators.get(args.get("correlation", -1)))
-        trace.device.append(DeviceSpan(name, start, end, category, operator))
+        return
+    operator = args.get("External id", operators.get(args.get("correlation", -1)))
+    span = Span(name, start, end, category, args, operator)
+    if category in _DEVICE:
+        trace.device.append(span)
+    elif category in _HOST and name.startswith(MARK):
+        trace.marks.append((end, name.removeprefix(MARK)))
+        trace.main = thread
     elif category in _HOST:
-        if name.startswith(MARK):
-            trace.marks.append((end, name.removeprefix(MARK)))
-            trace.main = thread
-        elif _IN_FLIGHT.match(name):
-            trace.in_flight.append(HostSpan(name, start, end, category, args))
-        else:
-            trace.threads.setdefault(thread, []).append(HostSpan(name, start, end, category, args))
+        spans = trace.in_flight if _IN_FLIGHT.match(name) else trace.threads.setdefault(thread, [])
+        spans.append(span)
 
 
 _NODE = "autograd::engine::evaluate_function: "
@@ -210,7 +193,7 @@ class Frame:
         covered: Whether its work, or an inner or outer operator's, has been counted.
     """
 
-    span: HostSpan
+    span: Span
     kind: str | None
     module: str
     backward: bool
@@ -260,7 +243,32 @@ class StepTime:
     number: int
     wall: float
     kinds: dict[str, float]
-    hidden: float
+    hidden: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        """Time in which the rank waited for collectives."""
+        return self.kinds.get(EXPOSED, 0.0)
+
+    @property
+    def data(self) -> float:
+        """Time in which it waited for the data loader."""
+        return self.kinds.get(DATA, 0.0)
+
+    @property
+    def host(self) -> float:
+        """Other time: Python and launches."""
+        return self.kinds.get(HOST, 0.0)
+
+    @property
+    def compute(self) -> float:
+        """Time in operators: products, attention, elementwise work, copies, the optimizer."""
+        return sum(self.kinds.values()) - self.wait - self.data - self.host
+
+    @property
+    def own(self) -> float:
+        """Time that the rank needed by itself."""
+        return self.wall - self.wait
 
 
 @dataclass
@@ -407,7 +415,7 @@ class HostFrames:
             return None
         return self.segments[thread][place][2]
 
-    def _walk(self, spans: Iterable[HostSpan]) -> Iterator[Segment]:
+    def _walk(self, spans: Iterable[Span]) -> Iterator[Segment]:
         """Yields the pieces of a thread's time, and collects its frames."""
         stack: list[Frame] = []
         cursor = -1.0
@@ -426,14 +434,14 @@ class HostFrames:
             if span.name.startswith(_NODE) and frame.module:
                 last_module = frame.module
             stack.append(frame)
-            if "External id" in span.args and span.category == "cpu_op":
-                self.of_operator[span.args["External id"]] = frame
+            if span.operator is not None and span.category == "cpu_op":
+                self.of_operator[span.operator] = frame
         while stack:
             yield cursor, stack[-1].span.end, stack[-1]
             cursor = max(cursor, stack[-1].span.end)
             self._leave(stack)
 
-    def _frame(self, span: HostSpan, stack: list[Frame], last_module: str) -> Frame:
+    def _frame(self, span: Span, stack: list[Frame], last_module: str) -> Frame:
         outer = stack[-1] if stack else None
         module, backward = (outer.module, outer.backward) if outer is not None else ("", False)
         number = int(span.args.get("Sequence number", -1))
@@ -507,7 +515,7 @@ def break_down(trace: Trace, phases: Phases, frames: HostFrames) -> Breakdown:
     else:
         pieces = _host_pieces(trace, frames, phases)
     for number, intervals in steps:
-        step = StepTime(number, sum(interval.end - interval.start for interval in intervals), {}, 0.0)
+        step = StepTime(number, sum(interval.end - interval.start for interval in intervals), {})
         for interval in intervals:
             _divide(interval, pieces, phases, step, found.modules)
         found.steps.append(step)
@@ -586,7 +594,7 @@ def _host_pieces(trace: Trace, frames: HostFrames, phases: Phases) -> list[_Piec
     return sorted(found)
 
 
-def _device_piece(span: DeviceSpan, frames: HostFrames, phases: Phases) -> _Piece:
+def _device_piece(span: Span, frames: HostFrames, phases: Phases) -> _Piece:
     frame = frames.of_operator.get(span.operator) if span.operator is not None else None
     phase = phases.at(frame.span.start if frame is not None else span.start)
     kind, rank = EXPOSED, 1

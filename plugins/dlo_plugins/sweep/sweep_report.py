@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
+from dlo_framework.units import format_table
 from dlo_framework.yaml_text import read_yaml
 from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_settings import SweepSettings, best_value, read_settings
@@ -102,10 +103,8 @@ class SweepReport:
         names = ["trial", "state", metric, "validations", "seconds", *self.keys]
         cells = [[name.rpartition(".")[2] for name in names]]
         cells += [[_cell(row[name]) for name in names] for row in shown[:top]]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-        lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
         total = f"{len(rows)} trials: " + ", ".join(f"{count} {name}" for name, count in counts.items())
-        return "\n".join([*lines, total + (f", {left} left" if left else "")])
+        return "\n".join([*format_table(cells, left=0), total + (f", {left} left" if left else "")])
 
 
 def values_of(trial: FrozenTrial) -> dict[str, Any]:

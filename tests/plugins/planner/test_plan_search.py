@@ -41,8 +41,8 @@ def _every_time(search: PlanSearch) -> list[tuple[float, Layout]]:
             if isinstance(fitted, Layout):
                 plan = search.rotor.plan(fitted)
                 assert plan is not None
-                assert search.memory.largest(fitted, plan.activations).total <= search.request.memory
-                seconds = search.times.step(fitted, repeated=plan.repeated, waits=plan.waits).total
+                assert search.memory.largest(fitted, plan).total <= search.request.memory
+                seconds = search.times.step(fitted, plan).total
                 found.append((seconds, fitted))
     return found
 
@@ -72,13 +72,13 @@ def test_rotors_bounds_are_below_its_schedules(offload: bool) -> None:
             continue
         plan = search.rotor.plan(fitted)
         assert plan is not None
-        memory = search.memory.largest(fitted, plan.activations).total
+        memory = search.memory.largest(fitted, plan).total
         assert search.rotor.least_memory(way) <= memory <= search.request.memory
         least = search.rotor.least_repeated(fitted)
         exact = [sum(both) for both in zip(plan.repeated, plan.waits, strict=True)]
         assert all(low <= seconds + 1e-12 for low, seconds in zip(least, exact, strict=True))
         waited += max(plan.waits) > 0
-        assert max(plan.activations.bytes) <= fitted.budget
+        assert max(plan.activations) <= fitted.budget
         checked += max(plan.repeated) > 0
     assert checked > 20
     assert (waited > 0) == offload

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dlo_framework import Task
 from dlo_framework.data import ResumableDataModule
-from dlo_plugins.profile.memory_table import memory_table
+from dlo_plugins.profile.model_report import memory_table
 
 CONFIG: dict[str, Any] = {"trainer": {"accelerator": "cpu"}, "data": {"init_args": {"batch_size": 8}}}
 
@@ -43,6 +43,6 @@ def test_the_optimizer_s_state_is_that_of_the_run(
     optimizer: type[torch.optim.Optimizer], options: dict[str, Any], moments: int
 ) -> None:
     table = memory_table(CONFIG, Classes(optimizer, **options), Rows(batch_size=8), [8, 16], None)
-    for row in table.rows:
-        assert row.memory.parameters > 0
-        assert row.memory.optimizer == pytest.approx(moments * row.memory.parameters, rel=0.01)
+    for memory in table.memory[None].values():
+        assert memory.parameters > 0
+        assert memory.optimizer == pytest.approx(moments * memory.parameters, rel=0.01)

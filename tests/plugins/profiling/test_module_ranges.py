@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_plugins.profile.module_ranges import ModuleRanges, NvtxRanges
+from dlo_plugins.profile.module_ranges import ModuleRanges, trace_ranges
 
 
 class Log:
@@ -16,7 +16,8 @@ class Log:
         self.events: list[tuple[str, str]] = []
         self._names: list[str] = []
 
-    def begin(self, name: str) -> int:
+    def begin(self, module: str, phase: str) -> int:
+        name = f"{module} {phase}"
         self.events.append(("begin", name))
         self._names.append(name)
         return len(self._names) - 1
@@ -39,7 +40,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_backward_ranges_are_in_the_order_of_backward_and_gradients_are_equal() -> None:
     model, x, log = net(), torch.randn(3, 4), Log()
     plain = gradients(model, x)
-    ranges = NvtxRanges(model, log.begin, log.end)
+    ranges = ModuleRanges(model, log.begin, log.end)
     ranges.start()
     found = gradients(model, x)
     ranges.end_backward()
@@ -64,7 +65,7 @@ def test_hooks_are_gone_afterwards_also_after_an_error() -> None:
         raise RuntimeError("boom")
 
     handle = model[2].register_forward_pre_hook(fail)
-    ranges = ModuleRanges(model)
+    ranges = trace_ranges(model)
     ranges.start()
     with pytest.raises(RuntimeError, match="boom"):
         model(torch.randn(3, 4))

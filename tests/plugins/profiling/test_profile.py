@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_plugins.profile import callback
 from dlo_plugins.profile.callback import Profile
-from dlo_plugins.profile.operations import ATTENTION, DATA, KINDS, MATRIX, OPTIMIZER
-from dlo_plugins.profile.rank_profile import find_straggler, rank_steps
+from dlo_plugins.profile.operations import ATTENTION, DATA, HOST, KINDS, MATRIX, OPTIMIZER
+from dlo_plugins.profile.rank_profile import find_straggler
 from support.monitored import Net, fit, is_the_step
 from support.trainers import quiet_trainer
 
@@ -109,8 +109,11 @@ def test_the_parts_add_up_to_the_step_and_the_files_are_there(tmp_path, capsys) 
 def check_a_plot_of_many_ranks_shows_the_busiest(single) -> None:
     (one,) = single.ranks
     many = [dataclasses.replace(one, rank=rank) for rank in range(40)]
-    steps = rank_steps(one.breakdown)
-    slow = [dataclasses.replace(step, wall=2 * step.wall, host=step.host + step.wall) for step in steps]
+    steps = one.breakdown.steps
+    slow = [
+        dataclasses.replace(step, wall=2 * step.wall, kinds={**step.kinds, HOST: step.host + step.wall})
+        for step in steps
+    ]
     report = dataclasses.replace(
         single,
         ranks=many,
@@ -139,7 +142,7 @@ def test_a_slow_loader_is_the_steps_largest_part(tmp_path, no_pictures) -> None:
     kinds = {kind: own.report.own.breakdown.kind(kind) for kind in KINDS}
     assert max(kinds, key=kinds.get) == DATA
     assert is_the_step(own.report.own.explained)
-    (steps,) = [rank_steps(each.breakdown) for each in own.report.ranks]
+    (steps,) = [each.breakdown.steps for each in own.report.ranks]
     assert all(step.data > step.compute for step in steps)
 
 

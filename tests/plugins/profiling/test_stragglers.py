@@ -2,12 +2,14 @@
 
 import pytest
 
-from dlo_plugins.profile.rank_profile import RankStep, find_straggler
+from dlo_plugins.profile.operations import DATA, EXPOSED, HOST, MATRIX
+from dlo_plugins.profile.rank_profile import find_straggler
+from dlo_plugins.profile.step_breakdown import StepTime
 
 
-def step(compute: float = 80, wait: float = 10, data: float = 2, host: float = 8) -> RankStep:
-    parts = [each / 1e3 for each in (compute, wait, data, host)]
-    return RankStep(sum(parts), *parts)
+def step(compute: float = 80, wait: float = 10, data: float = 2, host: float = 8) -> StepTime:
+    kinds = {MATRIX: compute / 1e3, EXPOSED: wait / 1e3, DATA: data / 1e3, HOST: host / 1e3}
+    return StepTime(0, sum(kinds.values()), kinds)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
-from dlo_framework.units import format_bytes
+from dlo_framework.units import format_bytes, format_table
 from dlo_plugins.parallel.fsdp.row_shards import row_range, shard_dim
 from dlo_plugins.parallel.gathered_dtype import find_exact_parameters
 from dlo_plugins.parallel.pipeline.model_stages import Split, Stages, make_stages
@@ -335,12 +335,12 @@ class MeshDescription:
         for axis, groups in self.groups.items():
             shown = [f"[{_shortened([str(rank) for rank in group], _MEMBERS)}]" for group in groups]
             rows.append([axis, f"{len(groups)} of {len(groups[0])}", _shortened(shown, _GROUPS)])
-        return _table(rows) if len(rows) > 1 else ["no groups: there is one rank"]
+        return format_table(rows) if len(rows) > 1 else ["no groups: there is one rank"]
 
     def _stage_lines(self) -> list[str]:
         rows = [["stage", "pp", "blocks", "with"]]
         rows += [[str(s.stage), str(s.pp), collapse_ranges(s.blocks), " and ".join(s.around)] for s in self.stages]
-        return _table(rows)
+        return format_table(rows)
 
     def _rank_lines(self) -> list[str]:
         axes = [axis for axis, size in self.spec.sizes.items() if size > 1]
@@ -367,7 +367,7 @@ class MeshDescription:
                 ]
             )
         most = self.largest
-        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.total)}"]
+        return [*format_table(rows), f"the most: rank {most.rank}, {format_bytes(most.total)}"]
 
     def _shown(self) -> list[RankDescription]:
         """Returns all ranks of a small world, or the first, the last, and the first of each stage of a large one."""
@@ -544,10 +544,3 @@ def collapse_ranges(names: Sequence[str]) -> str:
 
 def _shortened(items: Sequence[str], most: int) -> str:
     return " ".join(items if len(items) <= most else [*items[: most - 2], "...", items[-1]])
-
-
-def _table(rows: Iterable[Sequence[str]]) -> list[str]:
-    rows = list(rows)
-    columns = range(max(len(row) for row in rows))
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in columns]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
