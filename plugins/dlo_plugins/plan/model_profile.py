@@ -43,7 +43,7 @@ from dlo_plugins.plan.operation_recorder import (
     selected,
     summarise,
 )
-from dlo_plugins.plan.regions_of_tp import ExpertProfile, PartParameters, TensorRegions
+from dlo_plugins.plan.regions_of_tp import ExpertProfile, TensorRegions
 from dlo_plugins.plan.work import Amount, Kernels, Part, Product, Recomputation, Work
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -236,13 +236,14 @@ class _Saved:
         self.sizes[self._recorder.number(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
+    @property
+    def _sizes(self) -> dict[int, tuple[int, bool]]:
+        """Bytes of each storage, and whether tensor parallelism divides them."""
+        return {number: (size, self._recorder.classes.get(number, False)) for number, size in self.sizes.items()}
+
     def amount(self, left_out: set[int]) -> Amount:
         """Returns the saved bytes, without those of some storages."""
-        found = [0.0, 0.0]
-        for number, size in self.sizes.items():
-            if number not in left_out:
-                found[not self._recorder.classes.get(number, False)] += size
-        return Amount(*found)
+        return Amount.sum(size for number, size in self._sizes.items() if number not in left_out)
 
     def fused(self, operations: list[Operation], ends: set[int], left_out: set[int]) -> Amount:
         """Returns the bytes that compiled code saves: backward recomputes what is internal to a kernel.
@@ -252,8 +253,7 @@ class _Saved:
             ends: Numbers of the storages that are outputs.
             left_out: Numbers of storages that are not counted.
         """
-        sizes = {number: (size, self._recorder.classes.get(number, False)) for number, size in self.sizes.items()}
-        return fuse(operations, ends).saved(sizes, left_out)
+        return fuse(operations, ends).saved(self._sizes, left_out)
 
 
 def profile_block(
@@ -296,7 +296,7 @@ def profile_block(
     part = Part(
         name, _per_row(summarise(first.operations, ends | set(saved.sizes)), rows),
         _per_row(_backward_work(first.operations, second.operations), rows), modes, output.times(1 / rows), transient,
-        Amount(), Amount(), len(regions.regions_in(name)), inputs / rows, cast=Amount(*first.casts),
+        collectives=len(regions.regions_in(name)), gathered=inputs / rows, cast=Amount(*first.casts),
         entered=passed.entered / rows, left=passed.left / rows,
     )  # fmt: skip
     return part, tree_map(_detached, outputs)
@@ -310,8 +310,7 @@ def _modes(
     operations: list[Operation], saved: _Saved, left_out: set[int], ends: set[int], rows: int
 ) -> dict[str, Recomputation]:
     """Returns the ways to keep a block's activations, for one row."""
-    sizes: dict[int, int] = {n: size for op in operations for n, size in op.writes.items()}
-    inside = {n: op.is_inside for op in operations for n in op.writes}
+    sizes = {n: (size, op.is_inside) for op in operations for n, size in op.writes.items()}
     core, used = attention_core(operations), ends | set(saved.sizes)
     of_core = {n for op in core for n in op.writes}
     last = set(core[-1].writes) if core else set()
@@ -325,10 +324,7 @@ def _modes(
         )  # fmt: skip
 
     def amount(numbers: set[int]) -> Amount:
-        found = [0.0, 0.0]
-        for number in numbers:
-            found[not inside[number]] += sizes[number]
-        return Amount(*found).times(1 / rows)
+        return Amount.sum(sizes[number] for number in numbers).times(1 / rows)
 
     return {
         "none": Recomputation(
@@ -434,7 +430,7 @@ class RestRecord:
         return Part(
             name, _per_row(summarise(forward, set()), rows), _per_row(_backward_work(forward, backward), rows),
             {"none": Recomputation(saved.times(1 / rows), compiled.times(1 / rows))}, Amount(),
-            largest.times(1 / rows), Amount(), Amount(), cast=cast,
+            largest.times(1 / rows), cast=cast,
         )  # fmt: skip
 
 
@@ -552,7 +548,7 @@ class _Profiler:
         """Returns the profile."""
         model = task.model if self.plan is not None else task
         counts, tied = self.regions.count_parameters(model, self.names, self.experts.names)
-        blocks = tuple(_with_parameters(part, counts[name]) for part, name in zip(self.blocks, self.names, strict=True))
+        blocks = tuple(replace(part, **counts[name]) for part, name in zip(self.blocks, self.names, strict=True))
         if len(self.blocks) != len(self.names):
             raise DloError(
                 f"each block of the plan must run once in a forward, got {len(self.blocks)} calls of"
@@ -560,7 +556,7 @@ class _Profiler:
             )
         shared: dict[Any, Part] = {}
         blocks = tuple(shared.setdefault((id(block.forward), block.parameters, block.fixed), block) for block in blocks)
-        stem, head = (_with_parameters(self._rest[name], counts[name]) for name in ("stem", "head"))
+        stem, head = (replace(self._rest[name], **counts[name]) for name in ("stem", "head"))
         length = row_length(batch) if self.plan is not None and self.plan.attention else None
         bounds = find_ability(task, BoundsLogits)
         return ModelProfile(
@@ -596,13 +592,6 @@ class _BlockPass(torch.autograd.Function):
         found = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.shapes]
         ctx.rest.resume("stem" if ctx.first else "between")
         return None, None, None, None, *found
-
-
-def _with_parameters(part: Part, counts: PartParameters) -> Part:
-    return replace(
-        part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed, experts=counts.experts,
-        trained_experts=counts.trained_experts,
-    )  # fmt: skip
 
 
 def _kind(block: nn.Module) -> Any:

@@ -405,10 +405,7 @@ class Fusion:
             sources = {n: (size, inside) for n, size, inside in reads if n not in found and n not in known}
             is_less = sum(size for size, _ in sources.values()) < sum(size for size, _ in own.values())
             found |= sources if is_less else own
-        amounts = [0.0, 0.0]
-        for size, is_inside in found.values():
-            amounts[not is_inside] += size
-        return Amount(*amounts)
+        return Amount.sum(found.values())
 
 
 def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
@@ -423,7 +420,7 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
     operations = list(operations)
     group, maker, users = _groups(operations)
     seen: set[tuple[int, int]] = set()
-    moved: dict[int, list[float]] = {}
+    moved: list[tuple[float, bool]] = []
     internal: set[int] = set()
     reads: dict[int, dict[int, tuple[int, int, bool]]] = {}
     inside = {number: op.is_inside for op in operations for number in op.writes}
@@ -431,21 +428,20 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
         if op.product is not None:
             continue
         own = group[index]
-        amounts = moved.setdefault(own, [0.0, 0.0])
         for number, size in op.reads.items():
             before = maker.get(number)
             if (before is None or group[before] != own) and (own, number) not in seen:
                 seen.add((own, number))
-                amounts[not op.is_inside] += size
+                moved.append((size, op.is_inside))
                 reads.setdefault(own, {})[number] = (number, size, inside.get(number, False))
         for number, size in op.writes.items():
             if number not in kept and all(group[user] == own for user in users.get(number, ())):
                 internal.add(number)
             elif (own, -number - 1) not in seen:
                 seen.add((own, -number - 1))
-                amounts[not op.is_inside] += size
+                moved.append((size, op.is_inside))
     return Fusion(
-        Kernels(Amount(*(sum(amounts[at] for amounts in moved.values()) for at in (0, 1))), len(moved)),
+        Kernels(Amount.sum(moved), len({group[at] for at, op in enumerate(operations) if op.product is None})),
         frozenset(internal),
         {number: group[at] for number, at in maker.items() if number in internal},
         {kernel: tuple(found.values()) for kernel, found in reads.items()},
@@ -492,8 +488,7 @@ def summarise(operations: list[Operation], kept: set[int]) -> Work:
         if op.product is not None:
             products[op.product] += 2 if op.product.is_attention else 1  # scores, and the values' mean
     others = [op for op in operations if op.product is None]
-    moved = [sum(op.moved for op in others if op.is_inside is inside) for inside in (True, False)]
-    eager = Kernels(Amount(*map(float, moved)), len(others))
+    eager = Kernels(Amount.sum((op.moved, op.is_inside) for op in others), len(others))
     return Work(tuple(products.items()), eager, fuse(operations, kept).kernels)
 
 

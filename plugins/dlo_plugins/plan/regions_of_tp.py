@@ -20,23 +20,8 @@ from dlo_plugins.parallel.tensor.tp_plan import TPPlan, check_divisibility, regi
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
 from dlo_plugins.plan.work import Amount, Dim
 
-
-class PartParameters(NamedTuple):
-    """Parameters of a part of a model.
-
-    Attributes:
-        every: Number of parameters in the run's dtype.
-        trained: Number of trained ones.
-        fixed: Bytes of frozen ones with a dtype of their own.
-        experts: Number of those in `every` that `ep` divides.
-        trained_experts: Number of trained ones.
-    """
-
-    every: Amount
-    trained: Amount
-    fixed: Amount
-    experts: Amount
-    trained_experts: Amount
+#: Attributes of a :class:`~dlo_plugins.plan.work.Part` that count its parameters.
+_COUNTS = ("parameters", "trained", "fixed", "experts", "trained_experts")
 
 
 class PassedBytes(NamedTuple):
@@ -175,15 +160,15 @@ class TensorRegions:
 
     def count_parameters(
         self, model: nn.Module, blocks: list[str], experts: Collection[str] = ()
-    ) -> tuple[dict[str, PartParameters], Amount]:
-        """Returns the parameters of each block, of `stem` and of `head`, and the number of tied ones.
+    ) -> tuple[dict[str, dict[str, Amount]], Amount]:
+        """Returns the counts of each block, of `stem` and of `head`, by attribute, and the number of tied parameters.
 
         Args:
             model: Model with the dtypes that its parameters have before the run's precision changes them.
             blocks: Names of the blocks.
             experts: Names of the parameters that `ep` divides.
         """
-        found = {name: [[0.0, 0.0] for _ in PartParameters._fields] for name in (*blocks, "stem", "head")}
+        found = {name: [[0.0, 0.0] for _ in _COUNTS] for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
         known = set(blocks)
@@ -204,8 +189,8 @@ class TensorRegions:
             if name in experts:
                 divided[at] += parameter.numel()
                 trained_divided[at] += parameter.numel() * parameter.requires_grad
-        counts = {name: PartParameters(*(Amount(*amount) for amount in amounts)) for name, amounts in found.items()}
-        return counts, Amount(*tied)
+        counts = {name: (Amount(*amount) for amount in amounts) for name, amounts in found.items()}
+        return {name: dict(zip(_COUNTS, own, strict=True)) for name, own in counts.items()}, Amount(*tied)
 
     def _part_of(self, name: str, blocks: set[str]) -> str:
         parent = name

@@ -6,6 +6,7 @@ of a mesh has, so that a model is profiled once for all meshes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,14 @@ class Amount(NamedTuple):
 
     inside: float = 0.0
     outside: float = 0.0
+
+    @classmethod
+    def sum(cls, sizes: Iterable[tuple[float, bool]]) -> Amount:
+        """Returns the sum of some bytes, each with whether tensor parallelism divides them."""
+        found = [0.0, 0.0]
+        for size, is_inside in sizes:
+            found[not is_inside] += size
+        return cls(*found)
 
     def on(self, share: Share) -> float:
         """Returns a rank's bytes."""
@@ -238,8 +247,8 @@ class Part:
     modes: dict[str, Recomputation]
     output: Amount
     transient: Amount
-    parameters: Amount
-    trained: Amount
+    parameters: Amount = _NOTHING
+    trained: Amount = _NOTHING
     collectives: int = 0
     gathered: float = 0.0
     fixed: Amount = _NOTHING
