@@ -16,7 +16,7 @@ from dlo_plugins.memory.planning import InFlight, replay_in_flight
 from dlo_plugins.parallel.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.plan.layout import Layout
 from dlo_plugins.plan.step_time import RotorPlan, TimeModel
-from dlo_plugins.plan.work import Stage, local_bytes, local_count
+from dlo_plugins.plan.work import Stage, trained_count
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,18 +211,17 @@ class MemoryModel:
         ties = mesh.pp > 1 and len(stages) > 1 and layout.stages - 1 in own
         key = (mesh.tp, mesh.ep, ties, *(id(part) for part, *_ in parts), *(times for *_, times in parts))
         if key not in self._counts:
-            each = [((*item[:2], 1),) for item in parts]
-            units = sorted(local_bytes(one, mesh.tp, state.gathered, mesh.ep) for one in each)
-            trained = sorted(local_count(one, mesh.tp, trained=True, ep=mesh.ep) for one in each)
+            units = sorted(part.local_bytes(mesh.tp, state.gathered, mesh.ep) for part, *_ in parts)
+            trained = sorted(part.local_count(mesh.tp, trained=True, ep=mesh.ep) for part, *_ in parts)
             tied = self._times.profile.tied.local(mesh.tp) if ties else 0.0
-            self._counts[key] = _Counts(
-                local_bytes(parts, mesh.tp, state.parameter) + tied * state.parameter,
-                local_bytes(parts, mesh.tp, state.gathered, mesh.ep) + tied * state.gathered,
-                local_count(parts, mesh.tp, trained=True) + tied,
-                local_count(parts, mesh.tp, trained=True, ep=mesh.ep) + tied,
-                sum(units[-2:]),
-                sum(trained[-2:]),
+            stored, full = (
+                sum(times * part.local_bytes(mesh.tp, element, ep) for part, _, times in parts) + tied * element
+                for element, ep in ((state.parameter, 1), (state.gathered, mesh.ep))
             )
+            self._counts[key] = _Counts(
+                stored, full, trained_count(parts, mesh.tp) + tied, trained_count(parts, mesh.tp, mesh.ep) + tied,
+                sum(units[-2:]), sum(trained[-2:]),
+            )  # fmt: skip
         return self._counts[key]
 
     def _state(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], region: int) -> _State:
@@ -234,8 +233,8 @@ class MemoryModel:
         if stored > 1:
             units = counts.units
             if region > 1:
-                blocks = [((part, "", 1),) for stage in own for part, _, _ in stages[stage] if part.modes.get("full")]
-                sizes = (local_bytes(one, layout.mesh.tp, state.gathered, layout.mesh.ep) for one in blocks)
+                blocks = (part for stage in own for part, *_ in stages[stage] if "full" in part.modes)
+                sizes = (block.local_bytes(layout.mesh.tp, state.gathered, layout.mesh.ep) for block in blocks)
                 units += (region - 1) * max(sizes)
             gathered = counts.full if layout.zero < 3 else min(units, counts.full)
             # Gradients of a step's micro-batches accumulate before they are reduced; a single one's by unit.

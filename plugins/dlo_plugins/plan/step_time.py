@@ -17,7 +17,7 @@ from dlo_plugins.parallel.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.plan.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.plan.machine import Machine
 from dlo_plugins.plan.model_profile import ModelProfile
-from dlo_plugins.plan.work import Part, Share, Stage, cast_count, expert_count, local_bytes, local_count
+from dlo_plugins.plan.work import Part, Share, Stage, trained_count
 
 #: Seconds of a micro-batch in a stage: forward, backward, and the parts of a step that they are made of.
 _Seconds = tuple[float, float, dict[str, float]]
@@ -224,7 +224,7 @@ class TimeModel:
     def cast_bytes(self, part: Part, layout: Layout) -> float:
         """Returns the bytes of the casts of a part's weights on a rank."""
         size = self.state.casts(layout)
-        return size * cast_count(part, layout.mesh.tp, layout.mesh.ep) if size else 0.0
+        return size * part.cast_count(layout.mesh.tp, layout.mesh.ep) if size else 0.0
 
     def _ring(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
         """Returns the exposed time of ring attention: keys and values pass all ranks of `cp` while attention runs.
@@ -402,7 +402,7 @@ class TimeModel:
         """Returns the time to add a micro-batch's gradients to those of the step; a single micro-batch adds nothing."""
         if layout.micro_batches == 1 or self.state.accumulates_in_products:
             return 0.0
-        trained = local_count(stage, layout.mesh.tp, trained=True, ep=layout.mesh.ep)
+        trained = trained_count(stage, layout.mesh.tp, layout.mesh.ep)
         moved = trained * (self.state.gathered + 2 * self.state.gradient)
         return self.machine.moving_seconds(moved)
 
@@ -479,13 +479,12 @@ class TimeModel:
         return (forward / layout.micro_batches, backward / layout.micro_batches) if keeps else (forward, backward)
 
     def _part_gathering(self, part: Part, layout: Layout) -> float:
-        one, tp = ((part, "", 1),), layout.mesh.tp
-        size = self.state.gathered
-        return self._among_sharers(layout, local_bytes(one, tp, size), size * expert_count(one, tp))
+        tp, size = layout.mesh.tp, self.state.gathered
+        return self._among_sharers(layout, part.local_bytes(tp, size), size * part.expert_count(tp))
 
     def _part_reduction(self, part: Part, layout: Layout) -> float:
-        one, tp, size = ((part, "", 1),), layout.mesh.tp, self.state.reduced
-        counts = local_count(one, tp, trained=True), expert_count(one, tp, trained=True)
+        tp, size = layout.mesh.tp, self.state.reduced
+        counts = part.local_count(tp, trained=True), part.expert_count(tp, trained=True)
         return self._among_sharers(layout, size * counts[0], size * counts[1])
 
     def _among_sharers(self, layout: Layout, size: float, experts: float) -> float:
@@ -498,7 +497,7 @@ class TimeModel:
     def _gradient_sync(self, layout: Layout, stage: Stage, backward: float) -> float:
         """Returns the exposed reduction of a stage's gradients, which overlaps the last micro-batch's backward."""
         mesh = layout.mesh
-        trained = local_count(stage, mesh.tp, trained=True)
+        trained = trained_count(stage, mesh.tp)
         size = trained * self.state.reduced
         replicas = mesh.dp_replicate
         if layout.zero == 0:
@@ -522,7 +521,7 @@ class TimeModel:
         return self.machine.exposed(seconds + once, backward) + (times - 1) * self.machine.exposed(seconds, backward)
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
-        trained = local_count(stage, layout.mesh.tp, trained=True)
+        trained = trained_count(stage, layout.mesh.tp)
         own = trained / layout.state_sharers
         size = own * (self.state.parameter + self.state.gradient + self.state.state)
         return self.machine.moving_seconds(_OPTIMIZER_TRAFFIC * size)

@@ -259,41 +259,38 @@ class Part:
     entered: float = 0.0
     left: float = 0.0
 
+    def local_count(self, tp: int, *, trained: bool = False, ep: int = 1) -> float:
+        """Returns the number of parameters on a rank of the axes `tp` and `ep`, before they are sharded.
+
+        With its default `ep`, the number divided by all ranks that share the state is the rank's shard under any `ep`.
+        """
+        count = (self.trained if trained else self.parameters).local(tp)
+        return count - self.expert_count(tp, trained=trained) * (1 - 1 / ep)
+
+    def expert_count(self, tp: int, *, trained: bool = False) -> float:
+        """Returns the number of parameters that `ep` divides, on a rank of the axis `tp`."""
+        return (self.trained_experts if trained else self.experts).local(tp)
+
+    def cast_count(self, tp: int, ep: int) -> float:
+        """Returns the number of parameters that autocast casts, on a rank of the axes `tp` and `ep`."""
+        count = self.cast.local(tp)
+        return count - self.expert_count(tp) * (1 - 1 / ep) if count else 0.0
+
+    def local_bytes(self, tp: int, element: int, ep: int = 1) -> float:
+        """Returns the bytes of the parameters on a rank of the axes `tp` and `ep`, before they are sharded.
+
+        Args:
+            tp: Size of the axis.
+            element: Bytes of a parameter in the run's dtype; others have a size of their own.
+            ep: Size of the axis; see :meth:`local_count`.
+        """
+        return element * self.local_count(tp, ep=ep) + self.fixed.local(tp)
+
 
 #: Parts of a stage, each with its mode of recomputation and how often it occurs.
 Stage = tuple[tuple[Part, str, int], ...]
 
 
-def local_count(stage: Stage, tp: int, *, trained: bool = False, ep: int = 1) -> float:
-    """Returns the number of parameters of a stage on a rank of the axes `tp` and `ep`, before they are sharded.
-
-    With its default `ep`, the number divided by all ranks that share the state is the rank's shard under any `ep`.
-    """
-    amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
-    found = sum(times * amount.local(tp) for amount, times in amounts)
-    return found if ep == 1 else found - expert_count(stage, tp, trained=trained) * (1 - 1 / ep)
-
-
-def expert_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
-    """Returns the number of a stage's parameters that `ep` divides, on a rank of the axis `tp`."""
-    amounts = [(part.trained_experts if trained else part.experts, times) for part, _, times in stage]
-    return sum(times * amount.local(tp) for amount, times in amounts)
-
-
-def cast_count(part: Part, tp: int, ep: int) -> float:
-    """Returns the number of a part's parameters that autocast casts, on a rank of the axes `tp` and `ep`."""
-    found = part.cast.local(tp)
-    return found - expert_count(((part, "", 1),), tp) * (1 - 1 / ep) if found else 0.0
-
-
-def local_bytes(stage: Stage, tp: int, element: int, ep: int = 1) -> float:
-    """Returns the bytes of a stage's parameters on a rank of the axes `tp` and `ep`, before they are sharded.
-
-    Args:
-        stage: Parts of the stage.
-        tp: Size of the axis.
-        element: Bytes of a parameter in the run's dtype; others have a size of their own.
-        ep: Size of the axis; see :func:`local_count`.
-    """
-    fixed = sum(times * part.fixed.local(tp) for part, _, times in stage)
-    return element * local_count(stage, tp, ep=ep) + fixed
+def trained_count(stage: Stage, tp: int, ep: int = 1) -> float:
+    """Returns the number of a stage's trained parameters on a rank; see :meth:`Part.local_count`."""
+    return sum(times * part.local_count(tp, trained=True, ep=ep) for part, _, times in stage)
