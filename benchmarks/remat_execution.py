@@ -28,8 +28,7 @@ from measuring.uniform_recomputation import selective_schedules, uniform_schedul
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.memory.allocation_log import AllocationLog
-from dlo_plugins.memory.block_survey import BlockSurvey
+from dlo_plugins.memory.block_survey import AllocationLog, BlockSurvey
 from dlo_plugins.memory.offload import solve_offload
 from dlo_plugins.memory.rotor import keep_fastest, solve
 from dlo_plugins.memory.schedule import Chain, Link, Mode, Schedule, Stage

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dlo_framework import Task
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.memory.allocation_log import AllocationLog
+from dlo_plugins.memory.block_survey import AllocationLog
 from dlo_plugins.memory.rotor_callback import Rotor
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM

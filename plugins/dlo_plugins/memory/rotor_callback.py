@@ -37,8 +37,7 @@ from dlo_plugins.compile.callback import check_block_scope
 from dlo_plugins.curriculum.sequence_length import SequenceLength
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.memory.activation_checkpoint import contexts_for
-from dlo_plugins.memory.allocation_log import AllocationLog
-from dlo_plugins.memory.block_survey import BlockSurvey
+from dlo_plugins.memory.block_survey import AllocationLog, BlockSurvey
 from dlo_plugins.memory.planning import (
     Budget,
     MeasuredChain,

@@ -31,8 +31,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.models.recompute import BufferGuard, checkpointed
 from dlo_framework.units import parse_bytes
 from dlo_plugins.memory.activation_checkpoint import contexts_for
-from dlo_plugins.memory.allocation_log import host_memory, tensor_storage
 from dlo_plugins.memory.block_calls import intercept_calls, is_same, own_call, restore_calls, split_hidden, with_hidden
+from dlo_plugins.memory.block_survey import host_memory, tensor_storage
 from dlo_plugins.memory.schedule import Keep, Link, Node, Recompute, Schedule, Transfer
 
 _MEASURED_BYTES, _MEASURED_COPIES = 2**26, 4
