@@ -29,7 +29,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.local_memory import process_peak
 from dlo_framework.testing import run_distributed
 from dlo_framework.yaml_text import read_yaml
-from dlo_plugins.plan.work import Product, Share, Work
+from dlo_plugins.plan.work import Product, RankFraction, Work
 
 _FOLDER = resources.files("dlo_plugins.plan").joinpath("machines")
 
@@ -142,22 +142,24 @@ class Machine:
         computing = product.flops / (self.rate(dtype) * efficiency)
         return max(computing, self.moving_seconds(product.bytes)) + self.launch
 
-    def work_seconds(self, work: Work, share: Share, dtype: str, *, fused: bool, backward: bool = False) -> float:
-        """Returns the time of a rank's share of a work.
+    def work_seconds(
+        self, work: Work, fraction: RankFraction, dtype: str, *, fused: bool, backward: bool = False
+    ) -> float:
+        """Returns the time of a rank's fraction of a work.
 
         Args:
             work: Work of one row.
-            share: Share of the rank.
+            fraction: Fraction of the rank.
             dtype: Dtype of the products.
             fused: Whether neighbouring operations are one kernel.
             backward: Whether it is a backward.
         """
         products = sum(
-            count * self.product_seconds(product.on(share), dtype, backward=backward)
+            count * self.product_seconds(product.on(fraction), dtype, backward=backward)
             for product, count in work.products
         )
         others = work.compiled if fused else work.eager
-        return products + self.moving_seconds(others.moved.on(share)) + others.number * self.launch
+        return products + self.moving_seconds(others.moved.on(fraction)) + others.number * self.launch
 
     def moving_seconds(self, moved: float) -> float:
         """Returns the time of operations that read and write a number of bytes."""

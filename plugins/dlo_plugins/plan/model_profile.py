@@ -44,7 +44,7 @@ from dlo_plugins.plan.operation_recorder import (
     summarise,
 )
 from dlo_plugins.plan.regions_of_tp import ExpertProfile, TensorRegions
-from dlo_plugins.plan.work import Amount, Kernels, Part, Product, Recomputation, Work
+from dlo_plugins.plan.work import DividedAmount, Kernels, Part, Product, Recomputation, Work
 
 _HALF = (torch.bfloat16, torch.float16)
 #: Functions that autocast computes in single precision on a GPU (torch.amp, "CUDA Ops that can autocast to float32").
@@ -122,7 +122,7 @@ class ModelProfile:
     stem: Part
     blocks: tuple[Part, ...]
     head: Part
-    tied: Amount
+    tied: DividedAmount
     length: int | None
     tp: tuple[int, ...]
     pp: int
@@ -241,11 +241,11 @@ class _Saved:
         """Bytes of each storage, and whether tensor parallelism divides them."""
         return {number: (size, self._recorder.classes.get(number, False)) for number, size in self.sizes.items()}
 
-    def amount(self, left_out: set[int]) -> Amount:
+    def amount(self, left_out: set[int]) -> DividedAmount:
         """Returns the saved bytes, without those of some storages."""
-        return Amount.sum(size for number, size in self._sizes.items() if number not in left_out)
+        return DividedAmount.sum(size for number, size in self._sizes.items() if number not in left_out)
 
-    def fused(self, operations: list[Operation], ends: set[int], left_out: set[int]) -> Amount:
+    def fused(self, operations: list[Operation], ends: set[int], left_out: set[int]) -> DividedAmount:
         """Returns the bytes that compiled code saves: backward recomputes what is internal to a kernel.
 
         Args:
@@ -286,7 +286,7 @@ def profile_block(
     recorder.record = None
     ends = {recorder.number(leaf) for leaf in found}
     left_out = {*recorder.weights, *map(recorder.number, leaves)} | ends
-    output = Amount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
+    output = DividedAmount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
     modes = _modes(first.operations, saved, left_out, ends, rows)
     transient = recorder.peak().beyond(output.plus(modes["none"].saved, rows)).times(1 / rows)
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
@@ -296,7 +296,7 @@ def profile_block(
     part = Part(
         name, _per_row(summarise(first.operations, ends | set(saved.sizes)), rows),
         _per_row(_backward_work(first.operations, second.operations), rows), modes, output.times(1 / rows), transient,
-        collectives=len(regions.regions_in(name)), gathered=inputs / rows, cast=Amount(*first.casts),
+        collectives=len(regions.regions_in(name)), gathered=inputs / rows, cast=DividedAmount(*first.casts),
         entered=passed.entered / rows, left=passed.left / rows,
     )  # fmt: skip
     return part, tree_map(_detached, outputs)
@@ -323,8 +323,8 @@ def _modes(
             _per_row(summarise(repeated, used), rows),
         )  # fmt: skip
 
-    def amount(numbers: set[int]) -> Amount:
-        return Amount.sum(sizes[number] for number in numbers).times(1 / rows)
+    def amount(numbers: set[int]) -> DividedAmount:
+        return DividedAmount.sum(sizes[number] for number in numbers).times(1 / rows)
 
     return {
         "none": Recomputation(
@@ -337,7 +337,7 @@ def _modes(
             saved.fused(operations, ends, left_out | (of_core - last)).times(1 / rows),
             _per_row(summarise(core, used), rows),
         ),
-        "full": Recomputation(Amount(), Amount(), _per_row(summarise(operations, used), rows), gathers_again=True),
+        "full": Recomputation(repeated=_per_row(summarise(operations, used), rows), gathers_again=True),
     }
 
 
@@ -364,10 +364,10 @@ def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
     )
 
 
-def _divided_as(forward: Amount, kernels: Kernels) -> Kernels:
+def _divided_as(forward: DividedAmount, kernels: Kernels) -> Kernels:
     """Returns a backward's kernels, of whose bytes tensor parallelism divides the same fraction as of the forward's."""
     inside, moved = forward.inside / forward.total if forward.total else 0.0, kernels.moved.total
-    return Kernels(Amount(moved * inside, moved * (1 - inside)), kernels.number)
+    return Kernels(DividedAmount(moved * inside, moved * (1 - inside)), kernels.number)
 
 
 def _shape(product: Product) -> tuple[object, ...]:
@@ -386,14 +386,14 @@ class RestRecord:
         self._recorder = recorder
         self._records = {(name, way): Record() for name in ("stem", "head", "between") for way in (False, True)}
         self._saved = {name: _Saved(recorder) for name in ("stem", "head", "between")}
-        self._largest: dict[str, Amount] = {}
+        self._largest: dict[str, DividedAmount] = {}
         self._name, self._is_backward = "stem", False
         self._hooks: Any = None
 
     def pause(self) -> None:
         """Stops to record."""
         if self._recorder.record is not None:
-            own = (self._largest.get(self._name, Amount()), self._recorder.peak())
+            own = (self._largest.get(self._name, DividedAmount()), self._recorder.peak())
             self._largest[self._name] = max(own, key=lambda amount: amount.total)
         self._recorder.record = None
         if self._hooks is not None:
@@ -421,15 +421,15 @@ class RestRecord:
         names = (name, "between") if name == "stem" else (name,)
         forward, backward = ([op for n in names for op in self._records[n, way].operations] for way in (False, True))
         known = {n for part in names for n in self._saved[part].sizes} - {n for op in forward for n in op.writes}
-        saved, compiled, cast = Amount(), Amount(), Amount()
+        saved, compiled, cast = DividedAmount(), DividedAmount(), DividedAmount()
         for n in names:
             saved = saved.plus(self._saved[n].amount(known))
             compiled = compiled.plus(self._saved[n].fused(forward, set(), known))
-            cast = cast.plus(Amount(*self._records[n, False].casts))
-        largest = max((self._largest.get(n, Amount()) for n in names), key=lambda amount: amount.total)
+            cast = cast.plus(DividedAmount(*self._records[n, False].casts))
+        largest = max((self._largest.get(n, DividedAmount()) for n in names), key=lambda amount: amount.total)
         return Part(
             name, _per_row(summarise(forward, set()), rows), _per_row(_backward_work(forward, backward), rows),
-            {"none": Recomputation(saved.times(1 / rows), compiled.times(1 / rows))}, Amount(),
+            {"none": Recomputation(saved.times(1 / rows), compiled.times(1 / rows))}, DividedAmount(),
             largest.times(1 / rows), cast=cast,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.batches import tree_leaves
 from dlo_framework.models.experts.layer import OPERATORS
-from dlo_plugins.plan.work import Amount, Dim, Kernels, Product, Work
+from dlo_plugins.plan.work import Dim, DividedAmount, Kernels, Product, Work
 
 _aten = torch.ops.aten
 #: Operators that are matrix products.
@@ -216,9 +216,9 @@ class Recorder(TorchDispatchMode):
             self.record.operations = [op for op in self.record.operations if number not in op.writes]
             self._left_out |= {source} if is_expert else set()
 
-    def peak(self) -> Amount:
+    def peak(self) -> DividedAmount:
         """Returns the most bytes alive at once since :meth:`forget`; releases of older storages do not count."""
-        live, best = [0.0, 0.0], Amount()
+        live, best = [0.0, 0.0], DividedAmount()
         born: set[int] = set()
         for number, size in self._events:
             if number in self._left_out or (size < 0 and number not in born):
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
             born.add(number)
             live[not self.classes[number]] += size
             if sum(live) > best.total:
-                best = Amount(*live)
+                best = DividedAmount(*live)
         return best
 
 
@@ -384,7 +384,7 @@ class Fusion:
     kernel_of: Mapping[int, int]
     sources: Mapping[int, tuple[tuple[int, int, bool], ...]]
 
-    def saved(self, sizes: Mapping[int, tuple[int, bool]], known: set[int]) -> Amount:
+    def saved(self, sizes: Mapping[int, tuple[int, bool]], known: set[int]) -> DividedAmount:
         """Returns the bytes that compiled code saves of what autograd would save.
 
         A kernel's internal results are computed again from what the kernel reads, where that takes less memory.
@@ -405,7 +405,7 @@ class Fusion:
             sources = {n: (size, inside) for n, size, inside in reads if n not in found and n not in known}
             is_less = sum(size for size, _ in sources.values()) < sum(size for size, _ in own.values())
             found |= sources if is_less else own
-        return Amount.sum(found.values())
+        return DividedAmount.sum(found.values())
 
 
 def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
@@ -441,7 +441,7 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
                 seen.add((own, -number - 1))
                 moved.append((size, op.is_inside))
     return Fusion(
-        Kernels(Amount.sum(moved), len({group[at] for at, op in enumerate(operations) if op.product is None})),
+        Kernels(DividedAmount.sum(moved), len({group[at] for at, op in enumerate(operations) if op.product is None})),
         frozenset(internal),
         {number: group[at] for number, at in maker.items() if number in internal},
         {kernel: tuple(found.values()) for kernel, found in reads.items()},
@@ -488,7 +488,7 @@ def summarise(operations: list[Operation], kept: set[int]) -> Work:
         if op.product is not None:
             products[op.product] += 2 if op.product.is_attention else 1  # scores, and the values' mean
     others = [op for op in operations if op.product is None]
-    eager = Kernels(Amount.sum((op.moved, op.is_inside) for op in others), len(others))
+    eager = Kernels(DividedAmount.sum((op.moved, op.is_inside) for op in others), len(others))
     return Work(tuple(products.items()), eager, fuse(operations, kept).kernels)
 
 

@@ -275,8 +275,8 @@ class MemoryModel:
 
         Its input is not among them.
         """
-        share = self._times.share(layout)
-        key = (id(stage), share)
+        fraction = self._times.fraction(layout)
+        key = (id(stage), fraction)
         if key not in self._known:
             kept = working = loss = 0.0
             for part, name, times in stage:
@@ -284,10 +284,10 @@ class MemoryModel:
                     loss = self.loss_bytes(layout)
                     continue
                 way, compiled = part.modes.get(name, part.modes["none"]), self.state.compiled
-                everything, saved = (mode.kept(compiled).on(share) for mode in (part.modes["none"], way))
-                kept += times * (saved + part.output.on(share))
+                everything, saved = (mode.kept(compiled).on(fraction) for mode in (part.modes["none"], way))
+                kept += times * (saved + part.output.on(fraction))
                 buffers = layout.exchanged_bytes(part)
-                working = max(working, everything - saved + part.transient.on(share) + buffers)
+                working = max(working, everything - saved + part.transient.on(fraction) + buffers)
             self._known[key] = (kept, working, loss)
         return self._known[key]
 
@@ -305,10 +305,10 @@ class MemoryModel:
 
     def loss_bytes(self, layout: Layout) -> float:
         """Returns the bytes of a micro-batch's logits and of the loss's gradients; fewer if the loss takes chunks."""
-        profile, share = self._times.profile_of(layout), self._times.share(layout)
+        profile, fraction = self._times.profile_of(layout), self._times.fraction(layout)
         head, limit = profile.head, profile.max_logits
-        everything = head.modes["none"].kept(self.state.compiled).on(share) + head.transient.on(share)
-        products = (product.on(share._replace(sequence_parallel=False)) for product, _ in head.forward.products)
+        everything = head.modes["none"].kept(self.state.compiled).on(fraction) + head.transient.on(fraction)
+        products = (product.on(fraction._replace(sequence_parallel=False)) for product, _ in head.forward.products)
         logits = max((product.m * product.n for product in products), default=0.0)
         return everything if limit is None or not logits else everything * min(1.0, limit / logits)
 

@@ -18,7 +18,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_plugins.parallel.experts.expert_parallel import divisible_mixtures
 from dlo_plugins.parallel.tensor.tp_plan import TPPlan, check_divisibility, region_of
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
-from dlo_plugins.plan.work import Amount, Dim
+from dlo_plugins.plan.work import Dim, DividedAmount
 
 #: Attributes of a :class:`~dlo_plugins.plan.work.Part` that count its parameters.
 _COUNTS = ("parameters", "trained", "fixed", "experts", "trained_experts")
@@ -160,7 +160,7 @@ class TensorRegions:
 
     def count_parameters(
         self, model: nn.Module, blocks: list[str], experts: Collection[str] = ()
-    ) -> tuple[dict[str, dict[str, Amount]], Amount]:
+    ) -> tuple[dict[str, dict[str, Any]], DividedAmount]:
         """Returns the counts of each block, of `stem` and of `head`, by attribute, and the number of tied parameters.
 
         Args:
@@ -189,8 +189,8 @@ class TensorRegions:
             if name in experts:
                 divided[at] += parameter.numel()
                 trained_divided[at] += parameter.numel() * parameter.requires_grad
-        counts = {name: (Amount(*amount) for amount in amounts) for name, amounts in found.items()}
-        return {name: dict(zip(_COUNTS, own, strict=True)) for name, own in counts.items()}, Amount(*tied)
+        counts = {name: (DividedAmount(*amount) for amount in amounts) for name, amounts in found.items()}
+        return {name: dict(zip(_COUNTS, own, strict=True)) for name, own in counts.items()}, DividedAmount(*tied)
 
     def _part_of(self, name: str, blocks: set[str]) -> str:
         parent = name

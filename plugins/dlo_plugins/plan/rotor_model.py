@@ -188,11 +188,11 @@ class RotorModel:
         """Returns the chain of each stage of a layout, for one micro-batch."""
         split, found, at = self._times.split(layout), [], 0
         profile = self._times.profile_of(layout)
-        share = self._times.share(layout)
+        fraction = self._times.fraction(layout)
         for number, count in enumerate(split):
             blocks = profile.blocks[at : at + count]
             ends = number == 0, number == len(split) - 1
-            key = (*map(id, blocks), ends, share)
+            key = (*map(id, blocks), ends, fraction)
             if key not in self._chains:
                 self._chains[key] = self._make_chain(blocks, layout, *ends)
             found.append(self._chains[key])
@@ -200,7 +200,7 @@ class RotorModel:
         return found
 
     def _make_chain(self, blocks: Sequence[Part], layout: Layout, is_first: bool, is_last: bool) -> _StageChain:
-        times, share = self._times, self._times.share(layout)
+        times, fraction = self._times, self._times.fraction(layout)
         known = {id(part): self._stage(part, layout) for part in blocks}
         stages = [known[id(part)] for part in blocks]
         profile = times.profile_of(layout)
@@ -210,7 +210,7 @@ class RotorModel:
             peak, seconds = math.ceil(self._memory.loss_bytes(layout)), times.seconds(head, layout, "none")
         stages.append(Stage("head", 0, (Mode("all", 0, *seconds, 0, peak),)))
         chain = Chain(tuple(stages), math.ceil(times.hidden(layout)))
-        stem = profile.stem.modes["none"].kept(times.state.compiled).on(share) if is_first else 0.0
+        stem = profile.stem.modes["none"].kept(times.state.compiled).on(fraction) if is_first else 0.0
         measured = MeasuredChain(chain, math.ceil(stem))
         needs = [peak] + [
             chain.input_of(n) + stage.output + min(mode.saved + mode.backward_peak for mode in stage.modes)
@@ -220,14 +220,14 @@ class RotorModel:
         return _StageChain(measured, measured.stem + chain.input + max(needs), tuple(steps))
 
     def _stage(self, part: Part, layout: Layout) -> Stage:
-        share, compiled = self._times.share(layout), self._times.state.compiled
-        output = math.ceil(part.output.on(share))
-        transient = math.ceil(part.transient.on(share) + layout.exchanged_bytes(part))
+        fraction, compiled = self._times.fraction(layout), self._times.state.compiled
+        output = math.ceil(part.output.on(fraction))
+        transient = math.ceil(part.transient.on(fraction) + layout.exchanged_bytes(part))
         casts = math.ceil(self._times.cast_bytes(part, layout))
-        inside = math.ceil(part.modes["none"].kept(compiled).on(share)) + casts
+        inside = math.ceil(part.modes["none"].kept(compiled).on(fraction)) + casts
         modes = []
         for name in _MODES:
-            saved = math.ceil(part.modes[name].kept(compiled).on(share)) + casts * (name == "none")
+            saved = math.ceil(part.modes[name].kept(compiled).on(fraction)) + casts * (name == "none")
             peak = inside - saved + transient
             seconds = self._times.seconds(part, layout, name)
             keeps_all = name == "none"  # What a selective policy keeps is not copied.

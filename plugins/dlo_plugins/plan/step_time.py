@@ -17,7 +17,7 @@ from dlo_plugins.parallel.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.plan.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.plan.machine import Machine
 from dlo_plugins.plan.model_profile import ModelProfile
-from dlo_plugins.plan.work import Part, Share, Stage, trained_count
+from dlo_plugins.plan.work import Part, RankFraction, Stage, trained_count
 
 #: Seconds of a micro-batch in a stage: forward, backward, and the parts of a step that they are made of.
 _Seconds = tuple[float, float, dict[str, float]]
@@ -130,15 +130,15 @@ class TimeModel:
     def _casts(self, layout: Layout) -> bool:
         return self.state.casts(layout) > 0
 
-    def share(self, layout: Layout) -> Share:
-        """Returns the share of a micro-batch's activations that a rank has."""
+    def fraction(self, layout: Layout) -> RankFraction:
+        """Returns the fraction of a micro-batch's activations that a rank has."""
         mesh = layout.mesh
-        return Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1, mesh.ep)
+        return RankFraction(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1, mesh.ep)
 
     def hidden(self, layout: Layout) -> float:
         """Returns the bytes of a block's output on a rank; 0 for a model without blocks."""
         blocks = self.profile_of(layout).blocks
-        return blocks[0].output.on(self.share(layout)) if blocks else 0.0
+        return blocks[0].output.on(self.fraction(layout)) if blocks else 0.0
 
     def part_time(self, part: Part, layout: Layout, mode: str) -> PartTime:
         """Returns the times of a micro-batch in a part, which depend on `tp`, `cp`, `ep`, the rows and the mode."""
@@ -149,9 +149,9 @@ class TimeModel:
         return found
 
     def _compute_part(self, part: Part, layout: Layout, mode: str) -> PartTime:
-        share = self.share(layout)
+        fraction = self.fraction(layout)
         seconds = functools.partial(
-            self.machine.work_seconds, share=share, dtype=self.state.compute, fused=self.state.fused
+            self.machine.work_seconds, fraction=fraction, dtype=self.state.compute, fused=self.state.fused
         )
         way = part.modes.get(mode, part.modes["none"])
         cast = self._cast_seconds(part, layout)
@@ -235,13 +235,13 @@ class TimeModel:
         mesh = layout.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
-        share = Share(layout.micro_batch / mesh.cp, mesh.tp, False)
+        fraction = RankFraction(layout.micro_batch / mesh.cp, mesh.tp, False)
         found, alone = [0.0, 0.0], 0.0
         for backward, work in enumerate((part.forward, part.backward)):
             for product, count in work.products:
                 if not product.is_attention:
                     continue
-                own = product.on(share)
+                own = product.on(fraction)
                 size = 2 * own.batch * own.n * own.k * own.size * (1 + backward)
                 rate, latency = self.machine.link_of(mesh.cp, mesh.tp)
                 sending = (mesh.cp - 1) * (latency + size / rate)

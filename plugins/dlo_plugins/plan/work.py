@@ -1,7 +1,7 @@
 """Work of a part of a model: its matrix products, the bytes that its other operations move, and what it saves.
 
-All amounts are those of one micro-batch on one rank without parallelism. :class:`Share` says which part of them a rank
-of a mesh has, so that a model is profiled once for all meshes.
+All amounts are those of one micro-batch on one rank without parallelism. :class:`RankFraction` says which part of them a
+rank of a mesh has, so that a model is profiled once for all meshes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _IN_INPUT_GRADIENT: dict[Dim, Dim] = {"": "", "batch": "batch", "m": "m", "n": "
 _IN_WEIGHT_GRADIENT: dict[Dim, Dim] = {"": "", "batch": "batch", "m": "k", "n": "n", "k": "m"}
 
 
-class Share(NamedTuple):
-    """Share of a micro-batch's work that one rank has.
+class RankFraction(NamedTuple):
+    """Fraction of a micro-batch's work that one rank has.
 
     Attributes:
         tokens: Rows of the micro-batch over the profiled rows, divided by `cp`.
@@ -38,43 +38,43 @@ class Share(NamedTuple):
         return self.tp if self.sequence_parallel else 1
 
 
-class Amount(NamedTuple):
-    """Bytes of activations.
+class DividedAmount(NamedTuple):
+    """Bytes of activations, or a number of parameters, by whether tensor parallelism divides them.
 
     Attributes:
-        inside: Bytes of what tensor parallelism divides: heads, hidden features, logits.
-        outside: Bytes of what it divides only with a sharded sequence.
+        inside: Amount of what tensor parallelism divides: heads, hidden features, logits.
+        outside: Amount of what it divides only with a sharded sequence.
     """
 
     inside: float = 0.0
     outside: float = 0.0
 
     @classmethod
-    def sum(cls, sizes: Iterable[tuple[float, bool]]) -> Amount:
+    def sum(cls, sizes: Iterable[tuple[float, bool]]) -> DividedAmount:
         """Returns the sum of some bytes, each with whether tensor parallelism divides them."""
         found = [0.0, 0.0]
         for size, is_inside in sizes:
             found[not is_inside] += size
         return cls(*found)
 
-    def on(self, share: Share) -> float:
+    def on(self, fraction: RankFraction) -> float:
         """Returns a rank's bytes."""
-        return share.tokens * (self.inside / share.tp + self.outside / share.outside)
+        return fraction.tokens * (self.inside / fraction.tp + self.outside / fraction.outside)
 
-    def plus(self, other: Amount, times: float = 1.0) -> Amount:
+    def plus(self, other: DividedAmount, times: float = 1.0) -> DividedAmount:
         """Returns the sum with a multiple of another amount."""
-        return Amount(self.inside + times * other.inside, self.outside + times * other.outside)
+        return DividedAmount(self.inside + times * other.inside, self.outside + times * other.outside)
 
-    def times(self, factor: float) -> Amount:
+    def times(self, factor: float) -> DividedAmount:
         """Returns a multiple of it."""
-        return Amount(self.inside * factor, self.outside * factor)
+        return DividedAmount(self.inside * factor, self.outside * factor)
 
-    def beyond(self, other: Amount) -> Amount:
+    def beyond(self, other: DividedAmount) -> DividedAmount:
         """Returns what it has more than another amount of each kind."""
-        return Amount(max(self.inside - other.inside, 0.0), max(self.outside - other.outside, 0.0))
+        return DividedAmount(max(self.inside - other.inside, 0.0), max(self.outside - other.outside, 0.0))
 
     def local(self, tp: int) -> float:
-        """Returns a rank's share, where the sequence is not sharded."""
+        """Returns a rank's amount, where the sequence is not sharded."""
         return self.inside / tp + self.outside
 
     @property
@@ -83,7 +83,7 @@ class Amount(NamedTuple):
         return self.inside + self.outside
 
 
-_NOTHING = Amount()
+_NOTHING = DividedAmount()
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class Product:
             0.0 if self.is_attention else self.size * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
         )
 
-    def on(self, share: Share) -> Product:
+    def on(self, fraction: RankFraction) -> Product:
         """Returns a rank's product; under `ep` it has fewer experts, and each has the tokens of more ranks."""
-        found = self._scaled(self.tokens, share.tokens)
-        if self.is_grouped and share.ep > 1:
-            found = found._scaled("batch", 1 / share.ep)._scaled(self.tokens, share.ep)
-        return found._scaled(self.divided, 1 / share.tp) if self.divided else found
+        found = self._scaled(self.tokens, fraction.tokens)
+        if self.is_grouped and fraction.ep > 1:
+            found = found._scaled("batch", 1 / fraction.ep)._scaled(self.tokens, fraction.ep)
+        return found._scaled(self.divided, 1 / fraction.tp) if self.divided else found
 
     def _scaled(self, dim: Dim, factor: float) -> Product:
         if not dim:
@@ -166,7 +166,7 @@ class Kernels(NamedTuple):
         number: Number of kernels.
     """
 
-    moved: Amount = _NOTHING
+    moved: DividedAmount = _NOTHING
     number: int = 0
 
 
@@ -204,12 +204,12 @@ class Recomputation:
         gathers_again: Whether backward repeats tensor parallelism's collectives of forward.
     """
 
-    saved: Amount
-    fused: Amount
+    saved: DividedAmount = _NOTHING
+    fused: DividedAmount = _NOTHING
     repeated: Work = field(default_factory=Work)
     gathers_again: bool = False
 
-    def kept(self, fused: bool) -> Amount:
+    def kept(self, fused: bool) -> DividedAmount:
         """Returns the bytes that it keeps for backward."""
         return self.fused if fused else self.saved
 
@@ -245,17 +245,17 @@ class Part:
     forward: Work
     backward: Work
     modes: dict[str, Recomputation]
-    output: Amount
-    transient: Amount
-    parameters: Amount = _NOTHING
-    trained: Amount = _NOTHING
+    output: DividedAmount
+    transient: DividedAmount
+    parameters: DividedAmount = _NOTHING
+    trained: DividedAmount = _NOTHING
     collectives: int = 0
     gathered: float = 0.0
-    fixed: Amount = _NOTHING
-    experts: Amount = _NOTHING
-    trained_experts: Amount = _NOTHING
+    fixed: DividedAmount = _NOTHING
+    experts: DividedAmount = _NOTHING
+    trained_experts: DividedAmount = _NOTHING
     exchanged: float = 0.0
-    cast: Amount = _NOTHING
+    cast: DividedAmount = _NOTHING
     entered: float = 0.0
     left: float = 0.0
 

@@ -22,7 +22,7 @@ from dlo_plugins.plan.plan_config import read_layout
 from dlo_plugins.plan.plan_search import _RECOMPUTE, PlanSearch
 from dlo_plugins.plan.rank_memory import MemoryModel
 from dlo_plugins.plan.step_time import TimeModel
-from dlo_plugins.plan.work import Share
+from dlo_plugins.plan.work import RankFraction
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.planner_models import llama
@@ -111,7 +111,7 @@ def test_the_exchange_is_part_of_a_step_and_experts_have_more_rows() -> None:
     assert divided.experts == pytest.approx(2 * LAYERS * 4 * once)
     again = times.step(Layout(MeshSpec(dp_shard=4, ep=4), 4, 2, zero=3, recompute="full"))
     assert again.experts == pytest.approx(2 * LAYERS * 6 * once)
-    own, (product, _) = Share(ep=4), next(item for item in block.forward.products if item[0].is_grouped)
+    own, (product, _) = RankFraction(ep=4), next(item for item in block.forward.products if item[0].is_grouped)
     assert (product.on(own).m, product.on(own).batch) == (4 * product.m, product.batch / 4)
     right = product.gradients()[1]  # Of the weights: the sum is over the tokens.
     assert (right.on(own).k, right.on(own).batch) == (4 * right.k, right.batch / 4)
