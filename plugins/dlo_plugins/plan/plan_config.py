@@ -104,9 +104,9 @@ def _kept_options(before: Any, mesh: MeshSpec) -> dict[str, Any]:
     }
 
 
-def strategy_options(strategy: Any) -> dict[str, Any]:
-    """Returns the options of a config's strategy; none of one that is a name."""
-    return (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+def strategy_options(entry: Any) -> dict[str, Any]:
+    """Returns the options of a config's strategy, applier or callback; none of one that is a name."""
+    return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
 
 
 def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict
     if layout.delays and layout.zero and state.dtypes:
         appliers.append({"class_path": "FullyShard", "init_args": state.dtypes})
     elif (layout.zero or has_dtypes) and not layout.delays:
-        own = next((entry for entry in given if _class_name(entry) == "FullyShard" and isinstance(entry, dict)), {})
-        kept = {key: value for key, value in (own.get("init_args") or {}).items() if key in _KEPT and value}
+        own = next((strategy_options(entry) for entry in given if _class_name(entry) == "FullyShard"), {})
+        kept = {key: value for key, value in own.items() if key in _KEPT and value}
         sharding: dict[str, Any] = {**kept, "reshard_after_forward": layout.zero == 3, **state.dtypes}
         if layout.reduce_each:
             sharding["sync_every_micro_batch"] = True
@@ -162,7 +162,7 @@ def find_part(config: dict[str, Any], name: str) -> dict[str, Any] | None:
     strategy = (config.get("trainer") or {}).get("strategy")
     for entry in [*_appliers(strategy), *_callbacks(config)]:
         if _class_name(entry) == name:
-            return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
+            return strategy_options(entry)
     return None
 
 
@@ -218,9 +218,7 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
         DloError: The strategy is one that is not predicted, or the config does not say the batch.
     """
     strategy = (config.get("trainer") or {}).get("strategy") or "auto"
-    entry: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
-    name = str(entry.get("class_path", "")).rpartition(".")[2]
-    options: dict[str, Any] = entry.get("init_args") or {}
+    name, options = _class_name(strategy), strategy_options(strategy)
     rotor = find_part(config, "Rotor")
     offload = bool((rotor or {}).get("offload"))
     batch = read_batch(config)
@@ -240,7 +238,7 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     if stage == 3 and options.get("reshard_after_forward") is False:
         stage = 2
     spec = MeshSpec(dp_shard=ranks) if stage else MeshSpec(dp_replicate=ranks, dp_shard=1)
-    recompute = "full" if options.get("recompute") or _recomputes(config) else "none"
+    recompute = "full" if options.get("recompute") or _init_args(config, "model").get("recompute") else "none"
     recompute = recompute if rotor is None else "rotor"
     rows, zero = batch // accumulated // ranks, stage if ranks > 1 else 0
     return Layout(spec, rows, accumulated, zero=zero, recompute=recompute, offload=offload)
@@ -249,10 +247,7 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
 def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: int) -> Layout:
     sizes = {axis: options.get(axis, -1 if axis == "dp_shard" else 1) for axis in AXES}
     spec = MeshSpec(**sizes, ep=options.get("ep") or 1).resolve(ranks)
-    appliers = {}
-    for applier in options.get("appliers") or []:
-        named = applier if isinstance(applier, dict) else {"class_path": applier}
-        appliers[str(named["class_path"]).rpartition(".")[2]] = named.get("init_args") or {}
+    appliers = {_class_name(applier): strategy_options(applier) for applier in options.get("appliers") or []}
     sharding, recomputation = appliers.get("FullyShard", {}), appliers.get("ActivationCheckpoint")
     keeps = sharding.get("reshard_after_forward") is False
     count = accumulated
@@ -289,8 +284,3 @@ def layout_or_one_rank(config: dict[str, Any], ranks: int | None) -> Layout:
     except DloError:  # Another strategy.
         pass
     return Layout(MeshSpec(dp_shard=1), max(1, (read_batch(config) or 8) // (ranks or 1)), zero=0)
-
-
-def _recomputes(config: dict[str, Any]) -> bool:
-    model = config.get("model")
-    return isinstance(model, dict) and bool((model.get("init_args") or {}).get("recompute"))

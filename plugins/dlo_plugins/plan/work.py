@@ -1,7 +1,7 @@
 """Work of a part of a model: its matrix products, the bytes that its other operations move, and what it saves.
 
-All amounts are those of one micro-batch on one rank without parallelism. :class:`RankFraction` says which part of them a
-rank of a mesh has, so that a model is profiled once for all meshes.
+All amounts are those of one micro-batch on one rank without parallelism. :class:`RankFraction` says which part of them
+a rank of a mesh has, so that a model is profiled once for all meshes.
 """
 
 from __future__ import annotations
