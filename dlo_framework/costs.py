@@ -31,19 +31,6 @@ from dlo_framework.batches import tree_leaves
 _log = logging.getLogger(__name__)
 
 
-def operator_flops(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns the FLOPs of a call of an operator; 0 for those without a formula.
-
-    Args:
-        operator: Operator without its overload, such as `torch.ops.aten.mm`.
-        args: Positional arguments. Shapes may stand for tensors, but for attention within packed documents.
-        kwargs: Keyword arguments.
-        out: Result, or its shape.
-    """
-    formula = _formulas().get(operator, flop_registry.get(operator))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
 def grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     """Returns the FLOPs of `grouped_mm`, the product of a mixture's experts: those of the rows that run.
 

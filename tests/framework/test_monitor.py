@@ -111,9 +111,9 @@ def test_flops_of_products_with_a_dtype_for_their_result():
             torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
     assert counted(multiply)[1] is False
-    for packet, batch in ((torch.ops.aten.addmm, ()), (torch.ops.aten.baddbmm, (2,))):
+    for batch in ((), (2,)):
         shapes = (torch.Size((*batch, 3, 5)), torch.Size((*batch, 3, 4)), torch.Size((*batch, 4, 5)))
-        assert costs.operator_flops(packet, (*shapes, torch.float32), {}, None) == 2 * 3 * 4 * 5 * (2 if batch else 1)
+        assert costs.added_product_flops(*shapes, torch.float32) == 2 * 3 * 4 * 5 * (2 if batch else 1)
 
 
 def test_flops_of_packed_attention_are_those_within_documents():

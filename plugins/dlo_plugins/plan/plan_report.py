@@ -288,7 +288,7 @@ class RankVerification:
         trainer = config.get("trainer") or {}
         self._before, self._precision = trainer.get("strategy"), trainer.get("precision")
         self._memory = memory
-        self._rehearsed: set[str] = set()
+        self._dry_runs: set[str] = set()
 
     def __call__(self, candidate: Candidate, ranks: list[RankMemory]) -> Candidate | Rejection:
         """Returns the candidate with the memory that its shards take, or why it cannot run.
@@ -308,7 +308,7 @@ class RankVerification:
             printed = io.StringIO()
             with warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
                 warnings.simplefilter("ignore")
-                self._rehearse(candidate, small)
+                self._dry_run_step(candidate, small)
                 strategy = self._strategy(self._options(candidate), layout.mesh.world_size, self._nodes)
                 excess = self._excess(strategy, candidate, ranks)
         except DloError as error:
@@ -320,7 +320,7 @@ class RankVerification:
             return Rejection(layout, "memory", memory.total, self._memory)
         return replace(candidate, memory=memory, is_verified=True)
 
-    def _rehearse(self, candidate: Candidate, mesh: MeshSpec) -> None:
+    def _dry_run_step(self, candidate: Candidate, mesh: MeshSpec) -> None:
         """Runs a step of a candidate's strategy on a mesh with other sizes of its axes, once where steps are equal.
 
         It has no split, so that equal blocks can be left out.
@@ -331,9 +331,9 @@ class RankVerification:
         options = {**self._options(candidate), **mesh.sizes, "ep": mesh.ep, "split": None}
         strategy = self._strategy(options, mesh.world_size, 1)
         step = repr({**options, "micro_batches": fewest_micro_batches(strategy.pipelining, mesh)})
-        if step not in self._rehearsed:
+        if step not in self._dry_runs:
             rehearse_step(strategy, self._task, mesh, self._datamodule, shortened_only=True)
-            self._rehearsed.add(step)
+            self._dry_runs.add(step)
 
     def _options(self, candidate: Candidate) -> dict[str, Any]:
         """Returns the options of the strategy that the candidate's config has."""
