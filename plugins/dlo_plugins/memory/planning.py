@@ -428,17 +428,14 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
 
 # --- picture ---
 
-_COLORS = {
-    **{"forward": "#4c78a8", "kept": "#72b7b2", "again": "#f58518", "backward": "#b279a2"},
-    **{"copy": "#9d755d", "wait": "#e45756"},
-}
-_LABELS = {
-    "forward": "forward, nothing kept",
-    "kept": "forward, activations kept",
-    "again": "forward again",
-    "backward": "backward",
-    "copy": "copy to the host, and back",
-    "wait": "wait for a copy",
+#: Colour and label of each kind of operation.
+_DRAWN = {
+    "forward": ("#4c78a8", "forward, nothing kept"),
+    "kept": ("#72b7b2", "forward, activations kept"),
+    "again": ("#f58518", "forward again"),
+    "backward": ("#b279a2", "backward"),
+    "copy": ("#9d755d", "copy to the host, and back"),
+    "wait": ("#e45756", "wait for a copy"),
 }
 _COPIES = {OperationKind.OFFLOAD: "to host", OperationKind.PREFETCH: "to device"}
 _KINDS = {
@@ -483,7 +480,7 @@ def draw_schedule(
             row = rows + (item.operation.kind is OperationKind.PREFETCH)
         kinds.append(kind)
         width = max(item.end - item.start, 1e-12) * scale
-        upper.barh(row, width, left=item.start * scale, height=0.85, color=_COLORS[kind])
+        upper.barh(row, width, left=item.start * scale, height=0.85, color=_DRAWN[kind][0])
     if schedule.transfers:
         stages = range(0, rows, -(-rows // 10))
         upper.set_yticks([*stages, rows, rows + 1], [*map(str, stages), *_COPIES.values()])
@@ -491,7 +488,7 @@ def draw_schedule(
     upper.set_ylim(rows + (1.6 if schedule.transfers else -0.4), -0.6)
     upper.set_ylabel("stage")
     upper.legend(
-        handles=[Patch(color=_COLORS[kind], label=label) for kind, label in _LABELS.items() if kind in kinds],
+        handles=[Patch(color=color, label=label) for kind, (color, label) in _DRAWN.items() if kind in kinds],
         loc="upper center",
         bbox_to_anchor=(0.5, 1.2 if schedule.transfers else 1.13),
         ncols=4 if not schedule.transfers else 3,
