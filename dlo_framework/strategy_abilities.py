@@ -91,6 +91,27 @@ class ArrangesRanks(Ability):
         return spec.world_size // spec.dp_replicate
 
 
+class SeparateParameters(Ability):
+    """Parameters, or shards of them, that the optimizer steps by name; modules are as the user wrote them."""
+
+    feature = "access to parameters by name"
+    missing = "it joins parameters in flat tensors, or wraps modules; use ddp, zero1 to zero3, fsdp or mesh"
+
+
+class SeparateSteps(Ability):
+    """Optimizer that steps each parameter by itself, all groups at once, and may write to it between steps."""
+
+    feature = "a step of each parameter by itself"
+    missing = "its engine steps copies of its own, joined in flat tensors; use ddp, zero1 to zero3, fsdp or mesh"
+
+
+class BlocksInPlace(Ability):
+    """Blocks whose parameters stay in place while a block runs, in any order and also outside of steps."""
+
+    feature = "a block that runs by itself"
+    missing = "it gathers a block's parameters layer by layer, in the order of the first step; use zero3 or fsdp"
+
+
 class StepsInBackward(Ability):
     """Gradients that are complete one after the other, and can be stepped and dropped during backward."""
 
@@ -188,6 +209,18 @@ class SplitsSequences(Ability):
     feature = "a division of sequences"
     missing = "each rank has full sequences; use mesh with cp of 2 or more"
 
+    @property
+    @abstractmethod
+    def sequence_parallel(self) -> bool:
+        """Whether ranks of tensor parallelism share the tokens between their layers."""
+
+    @abstractmethod
+    def attach_counts(self, batch: Any) -> Any:
+        """Returns a batch that is still on the CPU, with the counts attached that a division of it needs.
+
+        Counting before the transfer avoids a wait for the device.
+        """
+
     @abstractmethod
     def sequence_multiple(self) -> int:
         """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
@@ -195,6 +228,18 @@ class SplitsSequences(Ability):
     @abstractmethod
     def full_sequences(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model takes full sequences, also where ranks share those of the steps."""
+
+
+def mesh_spec(strategy: HasAbilities) -> MeshSpec | None:
+    """Returns the mesh of a strategy, also before its ranks start; None without one."""
+    mesh = strategy.find_ability(ArrangesRanks)
+    return None if mesh is None else mesh.mesh_spec()
+
+
+def sequence_multiple(strategy: HasAbilities) -> int:
+    """Returns the number of which a sequence's length must be a multiple under a strategy."""
+    split = strategy.find_ability(SplitsSequences)
+    return 1 if split is None else split.sequence_multiple()
 
 
 def mesh_groups(strategy: HasAbilities) -> Any:

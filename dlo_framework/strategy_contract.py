@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
@@ -26,7 +32,7 @@ from dlo_framework.local_memory import state_bytes
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
-from dlo_framework.strategy_abilities import Replicas, mesh_groups
+from dlo_framework.strategy_abilities import BlocksInPlace, Replicas, SeparateParameters, SeparateSteps, mesh_groups
 
 
 class PlacesSecondModel(Ability):
@@ -71,7 +77,7 @@ class PlacesSecondModel(Ability):
         return PlacedModel(_module_of(self), strategy.root_device, context=context, moved=True)
 
 
-class StrategyContract(HasAbilities, PlacesSecondModel):
+class StrategyContract(HasAbilities, PlacesSecondModel, SeparateParameters, SeparateSteps, BlocksInPlace):
     """Questions that callbacks, tasks, checkpoints and commands ask of a strategy.
 
     The defaults are those of a strategy that leaves each rank a full copy of parameters, gradients and optimizer state
@@ -222,6 +228,9 @@ class ForeignStrategy(StrategyContract):
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = weakref.ref(strategy)
+        self._has_engine = strategy.handles_gradient_accumulation
+        if isinstance(strategy, DDPStrategy | SingleDeviceStrategy) and not self._has_engine:
+            self.zero_stage = 0
 
     @property
     def strategy(self) -> Strategy:
@@ -232,7 +241,14 @@ class ForeignStrategy(StrategyContract):
 
     def abilities(self) -> dict[type[Ability], Ability | str]:
         """Returns the abilities of Lightning's strategies."""
-        return {Replicas: Replicas()} if isinstance(self.strategy, SingleDeviceStrategy) else {}
+        found: dict[type[Ability], Ability | str] = {}
+        if isinstance(self.strategy, SingleDeviceStrategy):
+            found[Replicas] = Replicas()
+        if self.strategy.restore_checkpoint_after_setup and not isinstance(self.strategy, ModelParallelStrategy):
+            found[SeparateParameters] = SeparateParameters.missing
+        if self._has_engine:
+            found[SeparateSteps] = SeparateSteps.missing
+        return found
 
     @property
     def ability_owner(self) -> str:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -201,7 +200,7 @@ def _clip_precisely(trainer: Trainer) -> None:
     differ: see :func:`~dlo_framework.norms.total_norm`.
     """
     plugin, strategy = trainer.precision_plugin, trainer.strategy
-    whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and getattr(plugin, "scaler", None) is None
+    whole = contract_of(strategy).zero_stage == 0 and getattr(plugin, "scaler", None) is None
     if whole and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
         strategy.precision_plugin = with_sharded_clipping(plugin, contract_of(strategy).gradient_norm)
 

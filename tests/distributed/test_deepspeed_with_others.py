@@ -107,7 +107,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (Adversaries, "deepspeed2", "must return one optimizer under DeepSpeed, got 2"),
     (partial(ByHand, told=False), "deepspeed2", "must run one synchronised backward pass per optimizer step"),
     (OwnClipping, "deepspeed3", "must clip by norm to 0.0, as DeepSpeed does"),
-    (Model, "deepspeed3", (Compile, "got DeepSpeed's stage 3, whose hooks gather them layer by layer")),
+    (Model, "deepspeed3", (Compile, "it gathers a block's parameters layer by layer")),
     (Model, "deepspeed3_cut", (Unfreeze, "requires_grad of blocks.1.0.bias, blocks.1.0.weight")),
 ]
 

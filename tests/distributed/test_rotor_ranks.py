@@ -105,5 +105,5 @@ def test_ranks_survey_again_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_stage_3_is_refused() -> None:
-    with pytest.raises(Exception, match="Rotor: strategy must leave a block's parameters in place"):
+    with pytest.raises(Exception, match="Rotor does not support DeepSpeedBridge: it gathers a block's parameters"):
         run_distributed(compare, 2, "vit", "deepspeed_3", ["70%"], backend=None, timeout=300)

@@ -55,7 +55,7 @@ def test_a_foreign_strategy_is_wrapped_once_and_let_go_with_it() -> None:
     assert isinstance(contract, ForeignStrategy)
     assert contract_of(strategy) is contract
     assert contract.strategy is strategy
-    assert contract.zero_stage is None
+    assert contract.zero_stage == 0
     del strategy
     with pytest.raises(AssertionError, match="is gone"):
         contract.local_tensors()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,16 +119,14 @@ def test_strategies_that_wrap_too_early_are_refused():
     class Early:
         strategy = FSDPStrategy.__new__(FSDPStrategy)
 
-    with pytest.raises(DloError, match="until callbacks run, got FSDPStrategy of Lightning; use ddp"):
+    with pytest.raises(DloError, match="Compile does not support FSDPStrategy: it joins parameters"):
         Compile().setup(Early(), Plain(), "fit")
 
 
 class OnCuda:
     """What Compile asks a trainer on an accelerator."""
 
-    class strategy:
-        root_device = torch.device("cuda", 0)
-
+    strategy = SingleDeviceStrategy(device=torch.device("cuda", 0))
     accumulate_grad_batches = 2
 
 

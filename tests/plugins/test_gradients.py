@@ -227,7 +227,7 @@ def test_lightnings_strategies_of_flat_tensors_are_refused():
     class Foreign:
         strategy = FSDPStrategy()
 
-    with pytest.raises(DloError, match="got FSDPStrategy of Lightning, which joins parameters"):
+    with pytest.raises(DloError, match="does not support FSDPStrategy: it joins parameters"):
         AdaptiveGradientClipping().setup(Foreign(), Net(), "fit")
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -162,8 +161,7 @@ class DynamicBatchSize(PluginCallback):
         self._trainer = trainer
         _check_trainer(trainer, pl_module)
         self._reset(trainer)
-        keeps_gradients = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if self.noise is not None and (not keeps_gradients or contract_of(trainer.strategy).zero_stage):
+        if self.noise is not None and contract_of(trainer.strategy).zero_stage != 0:
             raise DloError(
                 "DynamicBatchSize: strategy must keep each rank's own gradients for noise_scale, got"
                 f" {type(trainer.strategy).__name__}; set strategy ddp, or use a schedule"

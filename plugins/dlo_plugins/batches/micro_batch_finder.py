@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
@@ -209,11 +208,10 @@ class MicroBatchFinder(BeforeTraining):
 
 def _communicates(trainer: Trainer) -> str | None:
     """Returns what communicates in forward and backward, for a message; None if nothing does."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or contract_of(strategy).zero_stage:
+    strategy: Any = trainer.strategy
+    if contract_of(strategy).zero_stage != 0:
         return type(strategy).__name__
-    synced = trainer.world_size > 1 and isinstance(strategy, DDPStrategy) and strategy._layer_sync
-    return "trainer.sync_batchnorm" if synced else None
+    return "trainer.sync_batchnorm" if trainer.world_size > 1 and strategy._layer_sync else None
 
 
 def _fix_image_size(epochs: int, trainer: Trainer) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -31,7 +30,8 @@ from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.costs import FlopCounter, is_compiled
 from dlo_framework.distributed.optimizer_steps import IMPLEMENTATIONS, StepOverride, take_bare_step
 from dlo_framework.errors import DloError, check_choice, check_number
-from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.strategy_abilities import BlocksInPlace, SeparateParameters, SeparateSteps
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.watch.media import log_scalars
 from dlo_framework.watch.monitor import RunMonitor
@@ -154,24 +154,11 @@ class Compile(PluginCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the strategy, and sets inductor's cache folder before inductor starts."""
-        wraps = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy)
-        if wraps and isinstance(contract_of(trainer.strategy), ForeignStrategy):
-            raise DloError(
-                "Compile: strategy must leave modules unwrapped until callbacks run, got"
-                f" {type(trainer.strategy).__name__} of Lightning; use ddp, zero1 to zero3, fsdp, MeshStrategy or"
-                " DeepSpeedBridge"
-            )
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
-            raise DloError(
-                "Compile: strategy must leave a block's parameters in place while it runs, got DeepSpeed's stage 3,"
-                " whose hooks gather them layer by layer and cannot be traced; use zero3, fsdp, or DeepSpeed's stage 2"
-            )
-        if self.optimizer and isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise DloError(
-                "Compile: optimizer: true must have an optimizer that steps all its parameter groups at once, got"
-                " DeepSpeed's, which steps one after the other; leave it out, or use zero1 to zero3, fsdp or"
-                " MeshStrategy"
-            )
+        contract = contract_of(trainer.strategy)
+        contract.ability(SeparateParameters, "Compile")
+        contract.ability(BlocksInPlace, "Compile")
+        if self.optimizer:
+            contract.ability(SeparateSteps, "Compile(optimizer: true)")
         self._cuda_graphs = self.mode in CUDA_GRAPHS and trainer.strategy.root_device.type == "cuda"
         self._refuse_accumulation(trainer)
         if self.loss and not isinstance(pl_module, Task):

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +32,7 @@ from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.models.recompute import has_backward
 from dlo_framework.run.position import parse_position, run_fraction
+from dlo_framework.strategy_abilities import SeparateSteps
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.curriculum.block_schedule import (
@@ -124,11 +124,7 @@ class Freeze(BlockSchedule):
         """
         super().check_trainer(trainer)
         strategy = trainer.strategy
-        if isinstance(strategy, DeepSpeedStrategy):
-            raise DloError(
-                "Freeze: strategy must step each parameter by itself, got DeepSpeed, which steps all parameters of a"
-                " group as one flat tensor, frozen ones too; use ddp, zero1 to zero3, fsdp or MeshStrategy"
-            )
+        contract_of(strategy).ability(SeparateSteps, "Freeze")
         if isinstance(contract_of(strategy), ForeignStrategy):
             raise DloError(
                 f"Freeze: strategy must be one whose optimizer dlo knows, got {type(strategy).__name__} of Lightning;"

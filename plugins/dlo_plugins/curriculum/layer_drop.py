@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from dlo_framework.data.order import uniform
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import check_number
 from dlo_framework.models.recompute import has_backward
+from dlo_framework.strategy_abilities import BlocksInPlace
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.curriculum.block_schedule import (
     BlockSchedule,
@@ -90,11 +90,7 @@ class LayerDrop(BlockSchedule):
             DloError: If they do not go with blocks that are left out.
         """
         super().check_trainer(trainer)
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
-            raise DloError(
-                "LayerDrop: strategy must know which parameters a step uses, got DeepSpeed's stage 3, which records the"
-                " order of modules in the first step; use zero3, fsdp, or DeepSpeed's stage 2"
-            )
+        contract_of(trainer.strategy).ability(BlocksInPlace, "LayerDrop")
 
     def choose_blocks(self, blocks: ModelBlocks) -> list[str]:
         """Returns the names of the blocks that may be left out."""

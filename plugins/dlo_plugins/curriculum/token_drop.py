@@ -21,13 +21,14 @@ from dlo_framework.data.order import hash64
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import has_backward
 from dlo_framework.run.position import parse_position, run_fraction
+from dlo_framework.strategy_abilities import SplitsSequences, mesh_spec
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.curriculum.block_schedule import (
     BlockSchedule,
     ModelBlocks,
     check_hidden,
 )
 from dlo_plugins.memory.block_calls import Handler, split_hidden, with_hidden
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 
 
 class TokenDrop(BlockSchedule):
@@ -88,16 +89,15 @@ class TokenDrop(BlockSchedule):
             DloError: If they do not go with blocks that see some tokens only.
         """
         super().check_trainer(trainer)
-        strategy = trainer.strategy
-        if isinstance(strategy, MeshStrategy):
-            spec = strategy.mesh_spec()
-            shards = [f"cp {spec.cp}"] if spec.cp > 1 else []
-            shards += ["sequence_parallel: true"] if strategy.appliers.tensor.sequence_parallel and spec.tp > 1 else []
-            if shards:
-                raise DloError(
-                    f"TokenDrop does not support {' and '.join(shards)}: each rank must have full sequences; use the"
-                    " other axes, or leave the callback out"
-                )
+        contract = contract_of(trainer.strategy)
+        spec, split = mesh_spec(contract), contract.find_ability(SplitsSequences)
+        shards = [f"cp {spec.cp}"] if spec is not None and spec.cp > 1 else []
+        shards += ["sequence_parallel: true"] if split is not None and split.sequence_parallel else []
+        if shards:
+            raise DloError(
+                f"TokenDrop does not support {' and '.join(shards)}: each rank must have full sequences; use the other"
+                " axes, or leave the callback out"
+            )
         self._until = run_fraction(trainer, self.until, "TokenDrop", "until")
 
     def choose_blocks(self, blocks: ModelBlocks) -> list[str]:

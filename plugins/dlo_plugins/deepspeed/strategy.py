@@ -35,7 +35,13 @@ from dlo_framework.local_memory import state_bytes
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
-from dlo_framework.strategy_abilities import HalfPrecisionGradients, Replicas, StepsInBackward
+from dlo_framework.strategy_abilities import (
+    BlocksInPlace,
+    HalfPrecisionGradients,
+    Replicas,
+    SeparateSteps,
+    StepsInBackward,
+)
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
 from dlo_plugins.deepspeed import environment
@@ -440,8 +446,12 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
     def abilities(self) -> dict[type[Ability], Ability | str]:
         """Returns the abilities: in stage 0 DeepSpeed averages the gradients of all copies itself."""
         waits = "the engine steps copies of its own after backward; use zero1 to zero3"
-        one_copy = {Replicas: Replicas.one_copy} if self.stage else {}
-        return super().abilities() | {StepsInBackward: waits} | one_copy
+        found = super().abilities() | {StepsInBackward: waits, SeparateSteps: SeparateSteps.missing}
+        if self.stage:
+            found[Replicas] = Replicas.one_copy
+        if self.stage == 3:
+            found[BlocksInPlace] = f"{BlocksInPlace.missing}, or DeepSpeed's stage 2"
+        return found
 
     def gradient_scale(self) -> float | None:
         """Returns the loss scale, by which DeepSpeed divides in its step; None with the optimizer on NVMe."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -29,7 +28,15 @@ from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.placed_model import PlacedModel
-from dlo_framework.strategy_abilities import SplitsSequences, full_sequences, mesh_groups
+from dlo_framework.strategy_abilities import (
+    ArrangesRanks,
+    BlocksInPlace,
+    SplitsSequences,
+    full_sequences,
+    mesh_groups,
+    mesh_spec,
+    sequence_multiple,
+)
 from dlo_framework.strategy_contract import PlacesSecondModel, contract_of, loads_checkpoint
 from dlo_framework.task import Task, add_training_module, training_modules
 from dlo_framework.task_abilities import CompletesBatches, Distillable, WeighsMicroBatches
@@ -255,8 +262,8 @@ class Distill(BatchTransform):
             )
 
     def _check_strategy(self, trainer: Trainer) -> None:
-        strategy = trainer.strategy
-        stages = strategy.mesh_spec().pp if isinstance(strategy, MeshStrategy) else 1
+        spec = mesh_spec(contract_of(trainer.strategy))
+        stages = 1 if spec is None else spec.pp
         if (self.hidden or self.attention) and stages > 1:
             raise DloError(
                 "Distill: the rank that computes the loss must have the outputs of all blocks for hidden and attention,"
@@ -275,11 +282,7 @@ class Distill(BatchTransform):
                 f"Distill: on_policy.multiple must be a multiple of {shards} on a mesh that shards sequences, got"
                 f" {self.on_policy.multiple}; set multiple: {-(-self.on_policy.multiple // shards) * shards}"
             )
-        if isinstance(strategy, DeepSpeedStrategy) and contract_of(strategy).zero_stage == 3:
-            raise DloError(
-                "Distill: on_policy must have a strategy that runs the student outside of steps, got DeepSpeed's stage"
-                " 3, which does not; use zero3 or fsdp, or a lower stage"
-            )
+        contract_of(strategy).ability(BlocksInPlace, "Distill with on_policy")
 
     def _check_compiled(self, trainer: Trainer, student: Task) -> None:
         """Checks that no layer is inside compiled code, which blocks of one kind share and which keeps no outputs."""
@@ -309,11 +312,11 @@ class Distill(BatchTransform):
 
     def _check_source(self, trainer: Trainer) -> None:
         """Checks that the weights to copy can be read: from a checkpoint, or from full tensors."""
-        strategy = trainer.strategy
-        cuts = isinstance(strategy, MeshStrategy) and strategy.world_size > 1
-        if self.teacher.checkpoint is None and (cuts or contract_of(strategy).zero_stage == 3):
+        contract = contract_of(trainer.strategy)
+        cuts = contract.find_ability(ArrangesRanks) is not None and trainer.world_size > 1
+        if self.teacher.checkpoint is None and (cuts or contract.zero_stage == 3):
             raise DloError(
-                f"Distill: teacher must have a checkpoint for init_from under {type(strategy).__name__}, which shards"
+                f"Distill: teacher must have a checkpoint for init_from under {contract.ability_owner}, which shards"
                 " it, got a task alone; save the teacher by a run of one process with max_steps: 0, and set"
                 " teacher.checkpoint"
             )
@@ -613,7 +616,6 @@ def _sharing_group(trainer: Trainer) -> Any:
 
 def _sharding_sequences(strategy: Any) -> Communicator | None:
     """Returns the communicator of the ranks of `tp`, if they shard tokens between blocks; None otherwise."""
-    if not isinstance(strategy, MeshStrategy) or not strategy.appliers.tensor.sequence_parallel:
-        return None
-    groups = mesh_groups(contract_of(strategy))
-    return Communicator(groups.group("tp")) if groups is not None and groups.spec.tp > 1 else None
+    contract = contract_of(strategy)
+    split, groups = contract.find_ability(SplitsSequences), mesh_groups(contract)
+    return Communicator(groups.group("tp")) if split is not None and split.sequence_parallel else None

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -26,7 +25,7 @@ from dlo_framework.batches import tree_leaves
 from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import recompute, undo_recompute
-from dlo_framework.strategy_abilities import Pipelined
+from dlo_framework.strategy_abilities import BlocksInPlace, Pipelined
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import inner_model, model_and_plan
 from dlo_framework.units import format_bytes
@@ -111,11 +110,7 @@ class Rotor(PluginCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the model, and begins to survey its blocks."""
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
-            raise DloError(
-                "Rotor: strategy must leave a block's parameters in place while the block is measured, got DeepSpeed's"
-                " stage 3, which gathers them layer by layer; use zero3 or fsdp, or ActivationCheckpoint"
-            )
+        contract_of(trainer.strategy).ability(BlocksInPlace, "Rotor")
         check_block_scope("Rotor", trainer)
         device = trainer.strategy.root_device
         if self.offload and self.link is None and device.type == "cpu":

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,7 +25,8 @@ from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.models.recompute import in_backward
 from dlo_framework.shards import Box, Shard, held_boxes
-from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.strategy_abilities import SeparateParameters
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.parallel.user_code import calling_module, watch_hooks
 
 #: Packages whose code reads gradients of parameters in their places, or only drops them.
@@ -234,13 +234,8 @@ def check_reachable(callback: str, trainer: Trainer) -> None:
         DloError: The strategy is one of Lightning's that joins parameters in flat tensors, or keeps gradients where no
             callback can change them.
     """
-    strategy = trainer.strategy
-    contract, name = contract_of(strategy), type(trainer.strategy).__name__
-    if isinstance(contract, ForeignStrategy) and isinstance(strategy, FSDPStrategy | DeepSpeedStrategy):
-        raise DloError(
-            f"{callback}: strategy must say which slices of the parameters a rank steps, got {name} of Lightning, which"
-            " joins parameters in flat tensors; use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
-        )
+    contract, name = contract_of(trainer.strategy), type(trainer.strategy).__name__
+    contract.ability(SeparateParameters, callback)
     if contract.gradient_scale() is None:
         raise DloError(
             f"{callback}: gradients must be in memory before a step, got {name} with offload_optimizer: nvme, which"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -39,7 +39,8 @@ from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fracti
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.run.position import parse_position, run_fraction
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
-from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.strategy_abilities import SeparateParameters, SeparateSteps
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_plugins.parallel.mesh.mesh_description import prepare_model
 from dlo_plugins.prune.layers import (
@@ -190,13 +191,9 @@ class Prune(PluginCallback):
             check_pattern(layers, shapes, self.pattern)
 
     def _check_strategy(self, trainer: Trainer) -> None:
-        strategy = trainer.strategy
-        sharded = isinstance(strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy)
-        if sharded and isinstance(contract_of(strategy), ForeignStrategy):
-            raise DloError(
-                f"Prune: strategy must be one whose shards dlo can read, got {type(strategy).__name__} of Lightning;"
-                " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
-            )
+        contract_of(trainer.strategy).ability(SeparateParameters, "Prune")
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            raise DloError(f"Prune does not support ModelParallelStrategy: {SeparateParameters.missing}")
 
     def _bounds(self, trainer: Trainer) -> tuple[float, float]:
         """Returns the fractions of the run at which pruning begins and ends."""
@@ -236,8 +233,8 @@ class Prune(PluginCallback):
         self.layers = select_layers(pl_module, self.skip)
         if self.masks is not None and self._pending is None:
             self._start_with(trainer, read_masks(self.masks))
-        if not isinstance(trainer.strategy, DeepSpeedStrategy):
-            # DeepSpeed steps its parameter groups one by one; its weights are masked at the batch's end.
+        if self._steps_all(trainer):
+            # Elsewhere weights are masked at the batch's end.
             self._handle = prepend_post_hook(trainer.optimizers[0], lambda *_: self._after_step(trainer, 1))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightEMA | ScheduleFree):
@@ -360,12 +357,17 @@ class Prune(PluginCallback):
         """Masks the weights under DeepSpeed, and after a step that the loss scaler skipped."""
         if self.shards is None:
             return
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
+        if not self._steps_all(trainer):
             self._after_deepspeed_step(trainer)
             return
         if self._restored:
             self.shards.reapply()
         self._restored = self._steps = False
+
+    @staticmethod
+    def _steps_all(trainer: Trainer) -> bool:
+        """Returns whether the optimizer steps all parameters at once; DeepSpeed steps its groups one by one."""
+        return contract_of(trainer.strategy).find_ability(SeparateSteps) is not None
 
     def _after_deepspeed_step(self, trainer: Trainer) -> None:
         if trainer.global_step == self._counted:

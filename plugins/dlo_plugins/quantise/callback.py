@@ -40,9 +40,10 @@ from dlo_framework.errors import DloError, agreed_errors, check_choice, check_nu
 from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
 from dlo_framework.run.position import parse_position
 from dlo_framework.shards import local_data
+from dlo_framework.strategy_abilities import mesh_spec
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task, checkable_module, inner_model
 from dlo_framework.watch.media import log_scalars
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.stepped_gradients import (
     UnitNorms,
     accumulation_dtype,
@@ -209,8 +210,8 @@ class Quantise(PluginCallback):
 
     def _slices(self, trainer: Trainer) -> int:
         """Returns the number of slices that tensor parallelism cuts a row into, in training with rounding."""
-        strategy = trainer.strategy
-        return strategy.mesh_spec().tp if self.when == "aware" and isinstance(strategy, MeshStrategy) else 1
+        spec = mesh_spec(contract_of(trainer.strategy))
+        return 1 if spec is None or self.when != "aware" else spec.tp
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the run, and copies the module before its model is built and cut."""

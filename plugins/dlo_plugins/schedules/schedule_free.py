@@ -11,12 +11,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_abilities import SeparateSteps
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.optimizers.schedule_free_optimizers import ScheduleFreeOptimizer
 
@@ -46,11 +46,7 @@ class ScheduleFree(PluginCallback):
         """Checks strategy and callbacks."""
         if stage != "fit":
             return
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise DloError(
-                "ScheduleFree: strategy must let the optimizer write to the parameters between steps, got DeepSpeed,"
-                " whose engine steps copies of its own; use zero1, zero2, zero3 or fsdp"
-            )
+        contract_of(trainer.strategy).ability(SeparateSteps, "ScheduleFree")
         if any(isinstance(other, WeightEMA) for other in trainer.callbacks):  # type: ignore[attr-defined]
             raise DloError(
                 "ScheduleFree: the run must have one average of the weights, got WeightEMA too; remove ema_decay or"
