@@ -13,9 +13,8 @@ from torch import nn
 
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.batches import tree_leaves
+from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import check_choice, check_number
-from dlo_framework.strategy_abilities import SplitsSequences
-from dlo_framework.strategy_contract import contract_of
 
 #: Types that a batch may hold beside tensors and still be copied on a separate stream.
 _PLAIN = (int, float, str, bytes, type(None))
@@ -61,7 +60,7 @@ class AcceleratorSettings(BatchCopier):
         self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
         self.gc_steps, self.copy_stream = gc_steps, copy_stream
         self._copies: BatchCopyStream | None = None
-        self._split: SplitsSequences | None = None
+        self._sharded: ShardedStrategy | None = None
         self._collector: Collector | None = None
         self._before: tuple[str, bool] | None = None
 
@@ -75,7 +74,7 @@ class AcceleratorSettings(BatchCopier):
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.copy_stream:
             self._copies = BatchCopyStream(device)
-            self._split = contract_of(trainer.strategy).find_ability(SplitsSequences)
+            self._sharded = trainer.strategy if isinstance(trainer.strategy, ShardedStrategy) else None
             join_transfer(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +110,7 @@ class AcceleratorSettings(BatchCopier):
             torch.backends.cudnn.benchmark = self._before[1]
             self._before = None
         if self._copies is not None:
-            self._copies = self._split = None
+            self._copies = self._sharded = None
             leave_transfer(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -122,7 +121,7 @@ class AcceleratorSettings(BatchCopier):
         """Returns the batch on the device, with the sample count that the strategy has taken before."""
         if self._copies is None:
             return batch
-        return self._copies.copy(batch if self._split is None else self._split.attach_counts(batch))
+        return self._copies.copy(batch if self._sharded is None else self._sharded.attach_counts(batch))
 
 
 class BatchCopyStream:

