@@ -34,7 +34,7 @@ from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.profile.time_to_target import TimeToTarget
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 
 SIDE, BATCH, CLASSES, WARM = 8, 8, 10, 50
 BAR = 0.01  # of what all callbacks add, to a small ViT's step

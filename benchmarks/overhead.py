@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.watch.monitor import StepClock
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 LOG_EVERY = 50

@@ -34,7 +34,7 @@ from overhead import silence
 
 from dlo_framework.models.model_sizes import accept_any_size
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData

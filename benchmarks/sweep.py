@@ -57,7 +57,7 @@ def train(config: dict[str, Any], seed: int) -> list[dict[str, float]]:
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
-    from dlo_plugins.schedules.one_cycle import OneCycle
+    from dlo_plugins.schedules.lr_curves import OneCycle
     from dlo_tasks.imagenet.classifier import ImageClassifier
     from dlo_tasks.imagenet.digits import DigitsData
 

@@ -43,7 +43,7 @@ MOVED = {
     "dlo_plugins.callbacks.lr_curves": "dlo_plugins.schedules.lr_curves",
     "dlo_plugins.callbacks.lr_finder": "dlo_plugins.schedules.lr_finder",
     "dlo_plugins.callbacks.micro_batch_finder": "dlo_plugins.batches.micro_batch_finder",
-    "dlo_plugins.callbacks.one_cycle": "dlo_plugins.schedules.one_cycle",
+    "dlo_plugins.callbacks.one_cycle": "dlo_plugins.schedules.lr_curves",
     "dlo_plugins.callbacks.optimizer_in_backward": "dlo_plugins.memory.optimizer_in_backward",
     "dlo_plugins.callbacks.pipeline_timeline": "dlo_plugins.parallel.pipeline.timeline",
     "dlo_plugins.callbacks.progressive_resizing": "dlo_plugins.images.progressive_resizing",

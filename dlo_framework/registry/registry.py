@@ -4,7 +4,7 @@ A plug-in is a class and one line of metadata, an entry point in the group of it
 
     [options.entry_points]
     dlo_framework.plugins.callback =
-        OneCycle = dlo_plugins.schedules.one_cycle:OneCycle
+        OneCycle = dlo_plugins.schedules.lr_curves:OneCycle
 
 Discovery reads those lines only. A module is imported when a config names its class, so that a broken or slow plug-in
 costs nothing in runs that do not use it. Further entries with the same target are aliases: ``zero2`` for

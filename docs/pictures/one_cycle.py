@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dlo_plugins.schedules.one_cycle import PRESETS, Preset, phase_ends, piecewise
+from dlo_plugins.schedules.lr_curves import PRESETS, Preset, phase_ends, piecewise
 
 FILE = Path(__file__).parents[1] / "images" / "one-cycle.svg"
 STEPS = 100  # steps of the drawn run

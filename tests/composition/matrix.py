@@ -59,8 +59,8 @@ from dlo_plugins.profile.time_to_target import TimeToTarget
 from dlo_plugins.prune.callback import Prune
 from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.quantise.low_precision import LowPrecision
+from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_plugins.schedules.lr_finder import LRFinder
-from dlo_plugins.schedules.one_cycle import OneCycle
 from dlo_plugins.sweep.sweep_trial import SweepTrial
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData

@@ -19,7 +19,7 @@ from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from support.compression_by_definition import average_in_one_process
 from support.compression_nets import FREEZE, Net, fit, same, same_on_all_ranks, train, weights
 from support.strategies import STRATEGIES

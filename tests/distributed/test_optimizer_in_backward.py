@@ -27,7 +27,7 @@ from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.flat_group import FlatGroup
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from support.fsdp_nets import Module, differ, mine, trainer
 from support.runs import Watch
 

@@ -57,7 +57,7 @@ def test_only_keys_that_differ_are_printed(files: Path, capsys: pytest.CaptureFi
 def test_class_paths_and_defaults_are_equal_to_short_names_and_unset_keys(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = ONE.replace("class_path: OneCycle", "class_path: dlo_plugins.schedules.one_cycle.OneCycle")
+    full = ONE.replace("class_path: OneCycle", "class_path: dlo_plugins.schedules.lr_curves.OneCycle")
     full = full.replace("max_epochs: 3", "max_epochs: 3\n  precision: null\n  devices: auto")
     full += "seed_everything: 42\nrun: {dir: null, async_checkpoints: false}\n"
     assert diff(full, capsys) == []
@@ -164,7 +164,7 @@ def test_a_plugin_s_arguments_have_types_defaults_and_texts(schema: dict[str, An
         for each in schema["definitions"]["callback"]["anyOf"]
         for name in each["properties"]["class_path"].get("enum", ())
     }
-    assert {"OneCycle", "EarlyStopping", "dlo_plugins.schedules.one_cycle.OneCycle"} <= names
+    assert {"OneCycle", "EarlyStopping", "dlo_plugins.schedules.lr_curves.OneCycle"} <= names
 
 
 def test_the_schema_is_written_to_a_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,4 +36,4 @@ def test_a_config_that_version_0_2_wrote_loads(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "dlo_plugins.callbacks.one_cycle has moved to dlo_plugins.schedules.one_cycle" in done.stderr
+    assert "dlo_plugins.callbacks.one_cycle has moved to dlo_plugins.schedules.lr_curves" in done.stderr

@@ -91,7 +91,7 @@ def files(run: str) -> set[str]:
 
 
 def test_every_plugin_has_its_name():
-    from dlo_plugins.schedules.one_cycle import OneCycle
+    from dlo_plugins.schedules.lr_curves import OneCycle
 
     assert dlo.OneCycle is OneCycle
     assert {"OneCycle", "ZeroStrategy", "ImageClassifier", "Trainer", "load_config"} <= set(dir(dlo))

@@ -43,7 +43,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_own_plugins_are_found_with_their_distribution() -> None:
     plugin = Registry().get("OneCycle")
     assert (plugin.kind, plugin.distribution) == ("callback", "dlo_framework")
-    assert plugin.target == "dlo_plugins.schedules.one_cycle:OneCycle"
+    assert plugin.target == "dlo_plugins.schedules.lr_curves:OneCycle"
     assert "OneCycle" in Registry().names("callback")
     assert "OneCycle" not in Registry().names("task")
 
@@ -197,5 +197,5 @@ def test_a_strategy_name_that_lightning_has_is_an_error(install: Install) -> Non
 def test_find_named_takes_names_and_class_paths_only() -> None:
     find = Registry().find_named
     assert [plugin.name for plugin in find(["x", "OneCycle", "OneCycle"])] == ["OneCycle"]
-    assert [plugin.name for plugin in find(["dlo_plugins.schedules.one_cycle.OneCycle"])] == ["OneCycle"]
-    assert find(["onecycle", "a OneCycle run", "dlo_plugins.schedules.one_cycle"]) == []
+    assert [plugin.name for plugin in find(["dlo_plugins.schedules.lr_curves.OneCycle"])] == ["OneCycle"]
+    assert find(["onecycle", "a OneCycle run", "dlo_plugins.schedules.lr_curves"]) == []

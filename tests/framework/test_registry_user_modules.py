@@ -213,6 +213,6 @@ def test_what_is_not_there_is_an_error_with_the_nearest(project: Path, spec: str
 
 def test_an_installed_plugins_own_module_may_be_listed(project: Path) -> None:
     registry = Registry()
-    found = registry.load_user_module("dlo_plugins.schedules.one_cycle")
+    found = registry.load_user_module("dlo_plugins.schedules.lr_curves")
     assert "OneCycle" in [plugin.name for plugin in found]
     assert registry.get("OneCycle").distribution == "dlo_framework"

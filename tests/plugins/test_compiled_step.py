@@ -23,7 +23,7 @@ from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from support.compiled_calls import fresh_compiler
 from support.fsdp_nets import Batches, differ, trainer
 from support.trainers import quiet_trainer

@@ -9,7 +9,7 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from support.foreign_transformer import ForeignTask
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}

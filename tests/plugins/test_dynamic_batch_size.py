@@ -19,7 +19,7 @@ from dlo_plugins.batches.dynamic_batch_size import (
     noise_and_signal,
     window,
 )
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from support.runs import StopAt, fit_with_defaults
 from support.trainers import quiet_trainer
 

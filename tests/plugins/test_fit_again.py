@@ -11,7 +11,7 @@ from dlo_plugins.compile.callback import Compile
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping
 from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from support.trainers import quiet_trainer
 
 

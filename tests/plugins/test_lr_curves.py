@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from dlo_framework.errors import DloError
-from dlo_plugins.schedules.lr_curves import WSD, Cyclic, Rewarm, WarmRestarts, decay_factor
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import WSD, Cyclic, OneCycle, Rewarm, WarmRestarts, decay_factor
 from support.trainers import quiet_trainer
 
 STEPS = 24

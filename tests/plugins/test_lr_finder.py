@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.stop import GracefulStop, RunStopped
+from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_plugins.schedules.lr_finder import (
     SUGGESTIONS,
     LRFinder,
@@ -26,7 +27,6 @@ from dlo_plugins.schedules.lr_finder import (
     sweep_rates,
     valley,
 )
-from dlo_plugins.schedules.one_cycle import OneCycle
 from support.named_sets import isolate_named_sets
 from support.trainers import quiet_trainer
 

@@ -25,7 +25,7 @@ from dlo_plugins.parallel.mesh import mesh_simulation
 from dlo_plugins.parallel.mesh.pipelined_task import forward_costs
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.tensor.tp_plan import measure_coverage
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny

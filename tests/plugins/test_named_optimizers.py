@@ -13,8 +13,7 @@ from torch import nn
 from dlo_framework.errors import DloError
 from dlo_framework.optimizers import OPTIMIZERS, trust_ratio
 from dlo_plugins.optimizers.lamb import BoundedLamb
-from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8
-from dlo_plugins.optimizers.quantised_lamb import Lamb8bit
+from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8, Lamb8bit
 from dlo_plugins.parallel.optimizer_probe import probe_optimizer
 from dlo_tasks import optim
 from dlo_tasks.imagenet.classifier import ImageClassifier

@@ -6,8 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
-from dlo_plugins.schedules.lr_curves import find_schedulers, group_peaks
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle, find_schedulers, group_peaks
 from support.trainers import quiet_trainer
 
 

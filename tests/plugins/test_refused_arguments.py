@@ -25,9 +25,8 @@ from dlo_plugins.profile.callback import Profile
 from dlo_plugins.prune.callback import Prune
 from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.quantise.low_precision import LowPrecision
-from dlo_plugins.schedules.lr_curves import WSD, Cyclic, Rewarm, WarmRestarts
+from dlo_plugins.schedules.lr_curves import WSD, Cyclic, OneCycle, Rewarm, WarmRestarts
 from dlo_plugins.schedules.lr_finder import LRFinder
-from dlo_plugins.schedules.one_cycle import OneCycle
 
 
 @pytest.mark.parametrize(

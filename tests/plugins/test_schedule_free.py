@@ -14,10 +14,9 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume
-from dlo_plugins.optimizers.schedule_free_optimizers import AdamWScheduleFree
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.prune.callback import Prune
-from dlo_plugins.schedules.schedule_free import ScheduleFree
+from dlo_plugins.schedules.schedule_free import AdamWScheduleFree, ScheduleFree
 from support.fsdp_nets import Module, mine, trainer
 
 BETA = 0.9

@@ -44,8 +44,7 @@ from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.prune.callback import Prune
 from dlo_plugins.quantise.callback import Quantise
-from dlo_plugins.schedules.lr_curves import WSD, WarmRestarts
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import WSD, OneCycle, WarmRestarts
 from dlo_plugins.schedules.schedule_free import ScheduleFree
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM

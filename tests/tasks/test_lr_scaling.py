@@ -5,7 +5,7 @@ from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
 from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.schedules.one_cycle import OneCycle
+from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer

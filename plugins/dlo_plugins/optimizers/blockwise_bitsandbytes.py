@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_plugins.optimizers.flat_state import FlatState
+from dlo_framework.optimizers import FlatState
 
 try:
     from bitsandbytes import optim as bnb_optim

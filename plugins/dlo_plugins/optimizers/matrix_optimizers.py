@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_plugins.optimizers.flat_state import FullMatrices
+from dlo_framework.optimizers import FullMatrices
 
 try:
     import pytorch_optimizer

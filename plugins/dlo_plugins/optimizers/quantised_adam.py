@@ -1,4 +1,4 @@
-"""Adam and AdamW with a state of 8 or 4 bits or fp8, of torchao (0.18).
+"""Adam, AdamW and LAMB with a state of 8 or 4 bits or fp8, of torchao (0.18).
 
 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer, 2021, arXiv 2110.02861. Memory
 Efficient Optimizers with 4-bit States. Li, Chen, Zhu, 2023, arXiv 2309.01507.
@@ -11,6 +11,9 @@ Departures from torchao: learning rates are numbers, which schedules may set, in
 not compiled, because torch.compile would build a kernel for each shape; checkpoints hold codes and scales as plain
 tensors, so that a resumed run continues bit for bit. A run may also continue from the state of a plain AdamW, or of
 another number of bits, which is quantised on loading.
+
+LAMB is :class:`~dlo_plugins.optimizers.lamb.BoundedLamb` with torchao's state. The block-wise step of bitsandbytes'
+``LAMB8bit`` (0.50) leaves the trust ratio out: it is Adam's.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_framework.optimizers import run_closure
-from dlo_plugins.optimizers.flat_state import FlatState
+from dlo_framework.optimizers import FlatState, run_closure
+from dlo_plugins.optimizers.lamb import BoundedLamb
 
 try:
     from torchao import optim as torchao_optim
@@ -170,3 +173,42 @@ class AdamWFp8(_TorchAO, torchao_optim.AdamWFp8):
     """AdamW with moments in fp8 (e4m3)."""
 
     bits = "fp8"
+
+
+class Lamb8bit(QuantisedState, BoundedLamb):
+    """LAMB with moments of 8 bits.
+
+    Args:
+        params: Parameters, or parameter groups.
+        block_size: Number of consecutive elements with one scale; None for 256, or 128 with 4 bits.
+        trust_bounds: Smallest and largest trust ratio; None for no bounds.
+        **options: Other arguments of :class:`~dlo_plugins.optimizers.lamb.BoundedLamb`.
+
+    Raises:
+        DloError: A value is out of range.
+    """
+
+    bits = 8
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        block_size: int | None = None,
+        trust_bounds: tuple[float, float] | None = None,
+        **options: Any,
+    ) -> None:
+        self.block_size = block_size or (128 if self.bits == 4 else 256)
+        if self.block_size < 2 or self.block_size % 2:
+            raise DloError(f"block_size of {type(self).__name__} must be even and positive, got {block_size}; use 256")
+        super().__init__(params, trust_bounds=trust_bounds, **options)
+
+    def new_moment(self, parameter: Tensor, *, signed: bool) -> Tensor:
+        """Returns a moment of a parameter, zeros, quantised if it is large enough."""
+        return make_buffer(parameter, self.bits, signed=signed, block_size=self.block_size)
+
+
+class Lamb4bit(Lamb8bit):
+    """LAMB with moments of 4 bits."""
+
+    bits = 4

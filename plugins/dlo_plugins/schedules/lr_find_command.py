@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     found = scan(["fit", *("--help" if word == HELP_ALL else word for word in argv)])
 
     def build() -> None:
-        from dlo_plugins.schedules.lr_find_run import find_lr
+        from dlo_plugins.schedules.lr_finder import find_lr
 
         find_lr(found)
 

@@ -1,4 +1,4 @@
-"""Learning-rate finder: a short sweep of learning rates before training, which suggests one of them.
+"""Learning-rate finder: a short sweep of learning rates before training, which suggests one; and `dlo lr-find`'s run.
 
 The sweep is Leslie N. Smith's range test ("Cyclical Learning Rates for Training Neural Networks", 2017,
 arXiv 1506.01186) in fastai's form (``fastai/callback/schedule.py``), with fastai's constants and suggestions.
@@ -15,20 +15,25 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.short_run import ShortTrainer, open_run, train_briefly
+from dlo_framework.errors import DloError, OrderlyEnd, check_number
 from dlo_framework.extensions import NamedFunctions
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.run.runs import shown
 from dlo_framework.watch.media import save_figure
+from dlo_framework.watch.summary import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -436,3 +441,46 @@ def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
     """Returns the groups' rates in the same ratios with ``highest`` as the highest; equal rates if all are 0."""
     top = max(rates)
     return [highest * rate / top for rate in rates] if top > 0 else [highest] * len(rates)
+
+
+def find_lr(found: ConfigScan) -> None:
+    """Runs the learning-rate sweep of a config, and no training.
+
+    Args:
+        found: Scanned command line, with ``fit`` as its command.
+    """
+    reasons = {"fast_dev_run": "a sweep has about 100 steps", "ckpt_path": "a sweep starts from the config's weights"}
+    cli = open_run(found, "lr-find", reasons)
+    callbacks = cli.callbacks()
+    finders = [callback for callback in callbacks if isinstance(callback, LRFinder)] or [LRFinder()]
+    for finder in finders:
+        finder.apply = False
+    others = [callback for callback in callbacks if callback not in finders]
+    train_briefly(cli, "lr-find", callbacks if len(others) < len(callbacks) else [*others, *finders], _SweepTrainer)
+
+
+class _SweepTrainer(ShortTrainer):
+    """Trainer that ends after the sweep, and writes no summary."""
+
+    def _run_callbacks(
+        self, users: list[Callback], run_folder: Path, model: LightningModule, config: str
+    ) -> list[Callback]:
+        every = super()._run_callbacks(users, run_folder, model, config)
+        record = next(callback for callback in every if isinstance(callback, RunRecord))
+        every[every.index(record)] = _ConfigRecord(record.folder, record.config, record.monitor)
+        return [*every, _End()]
+
+
+class _ConfigRecord(RunRecord):
+    """Writes the config, and no summary: there was no training."""
+
+    def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Writes nothing."""
+
+
+class _End(Callback):
+    """Ends the run at the start of the first epoch; the sweep ran in an earlier callback."""
+
+    def on_train_epoch_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Raises an :class:`OrderlyEnd`: ``trainer.should_stop`` would still call the hooks of the epoch's end."""
+        raise OrderlyEnd("the sweep is done")
