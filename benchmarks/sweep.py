@@ -36,10 +36,8 @@ from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, all_ratios, pause, take_turns
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_plugins.sweep.search_space import apply_values
-from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
-from dlo_plugins.sweep.sweep_worker import SweepWorkers
-from dlo_plugins.sweep.trial_queue import Claim, TrialQueue
+from dlo_plugins.sweep.search_space import SweepSettings, apply_values, read_settings
+from dlo_plugins.sweep.trial_queue import Claim, SweepWorkers, TrialQueue
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "digits"
 TARGET = 0.98

@@ -54,7 +54,7 @@ MOVED = {
     "dlo_plugins.callbacks.schedule_free": "dlo_plugins.schedules.schedule_free",
     "dlo_plugins.callbacks.sequence_length": "dlo_plugins.curriculum.sequence_length",
     "dlo_plugins.callbacks.start_from": "dlo_plugins.weights.start_from",
-    "dlo_plugins.callbacks.stochastic_depth": "dlo_plugins.curriculum.stochastic_depth",
+    "dlo_plugins.callbacks.stochastic_depth": "dlo_plugins.curriculum.layer_drop",
     "dlo_plugins.callbacks.sweep_trial": "dlo_plugins.sweep.sweep_trial",
     "dlo_plugins.callbacks.time_to_target": "dlo_plugins.profile.time_to_target",
     "dlo_plugins.callbacks.token_drop": "dlo_plugins.curriculum.token_drop",

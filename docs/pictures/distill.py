@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from dlo_framework.distillation import logit_losses
-from dlo_plugins.distill.logit_losses import LogitDistance
+from dlo_plugins.distill.student_losses import LogitDistance
 
 FILE = Path(__file__).parents[1] / "images" / "distill.svg"
 #: A teacher's logits for an image of a 4 that looks like a 9.

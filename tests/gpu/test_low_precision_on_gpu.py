@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_plugins.quantise.low_precision import SCHEMES
-from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward
+from dlo_plugins.quantise.low_precision import SCHEMES, LowPrecisionForward
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))

@@ -17,8 +17,14 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.quantise.callback import Quantise
-from dlo_plugins.quantise.low_precision import SCHEMES, LowPrecision
-from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward, multiply, multiply_rows, round_rows
+from dlo_plugins.quantise.low_precision import (
+    SCHEMES,
+    LowPrecision,
+    LowPrecisionForward,
+    multiply,
+    multiply_rows,
+    round_rows,
+)
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens

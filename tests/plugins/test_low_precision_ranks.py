@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward
+from dlo_plugins.quantise.low_precision import LowPrecisionForward
 
 SCHEMES = ("int8", "fp8", "fp8_rowwise")
 

@@ -11,9 +11,8 @@ from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.curriculum.difficulty_order import DifficultyOrder
 from dlo_plugins.curriculum.freeze import Freeze
-from dlo_plugins.curriculum.layer_drop import LayerDrop
+from dlo_plugins.curriculum.layer_drop import LayerDrop, StochasticDepthSchedule
 from dlo_plugins.curriculum.sequence_length import SequenceLength
-from dlo_plugins.curriculum.stochastic_depth import StochasticDepthSchedule
 from dlo_plugins.curriculum.token_drop import TokenDrop
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, GradientNoise
 from dlo_plugins.gradients.skip_spikes import SkipSpikes

@@ -10,7 +10,7 @@ from dlo_framework.distillation import agreements, logit_losses
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard
 from dlo_framework.testing import run_distributed
-from dlo_plugins.distill.logit_losses import LogitDistance
+from dlo_plugins.distill.student_losses import LogitDistance
 from dlo_tasks.language import vocabulary_distillation
 from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.vocabulary_distillation import summed_distillation

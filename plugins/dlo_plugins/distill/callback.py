@@ -42,10 +42,12 @@ from dlo_framework.task_abilities import CompletesBatches, Distillable, WeighsMi
 from dlo_framework.watch.media import log_scalars
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CompileBlocks
-from dlo_plugins.distill.layer_outputs import (
+from dlo_plugins.distill.student_losses import (
     AttentionTransfer,
     HiddenStates,
     LayerOutputs,
+    LogitDistance,
+    LogitLossName,
     OnPolicy,
     as_sequence,
     attention_distances,
@@ -57,7 +59,6 @@ from dlo_plugins.distill.layer_outputs import (
     parse_every,
     pool_to_same_grid,
 )
-from dlo_plugins.distill.logit_losses import LogitDistance, LogitLossName
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.tensor.collectives import gather_sequence
 

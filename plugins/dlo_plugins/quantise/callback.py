@@ -53,7 +53,6 @@ from dlo_plugins.parallel.stepped_gradients import (
     stepped_gradients,
 )
 from dlo_plugins.quantise.export import check_name, check_target
-from dlo_plugins.quantise.fake_linear import FakeQuantiser
 from dlo_plugins.quantise.post_training import (
     EvaluationData,
     PostTraining,
@@ -61,6 +60,7 @@ from dlo_plugins.quantise.post_training import (
     fresh_copy,
     named_layers,
 )
+from dlo_plugins.quantise.quantised_layers import FakeQuantiser
 from dlo_plugins.quantise.schemes import (
     QuantisationOptions,
     check_device,

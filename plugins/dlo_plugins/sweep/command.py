@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    from dlo_plugins.sweep.sweep_settings import PRUNERS, SAMPLERS
+    from dlo_plugins.sweep.search_space import PRUNERS, SAMPLERS
 
     parser = CommandParser("dlo sweep", description=_HELP, epilog=_EPILOG)
     parser.add_argument("--space", help="YAML file of the space, or the name of a shipped one")
@@ -100,7 +100,7 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
     Raises:
         DloError: One is missing or out of range.
     """
-    from dlo_plugins.sweep.sweep_settings import check_installed, check_methods
+    from dlo_plugins.sweep.search_space import check_installed, check_methods
 
     if not options.space:
         raise DloError("sweep: --space must name a YAML file of config keys and values, got none; add --space s.yaml")
@@ -143,8 +143,7 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
         DloError: The config or the space is invalid, or the folder holds another sweep.
     """
     from dlo_framework.lock import ProcessLock
-    from dlo_plugins.sweep.search_space import SearchSpace, merge_configs
-    from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
+    from dlo_plugins.sweep.search_space import SearchSpace, SweepSettings, merge_configs, read_settings
 
     space = SearchSpace(read_space(options.space))
     words = without_configs(found.argv[1:])
@@ -278,8 +277,7 @@ def preflight(config: dict[str, Any], words: list[str], space: Any, options: arg
 
 def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int:
     """Runs the trials that are left; returns the exit code."""
-    from dlo_plugins.sweep.sweep_worker import SweepWorkers
-    from dlo_plugins.sweep.trial_queue import TrialQueue
+    from dlo_plugins.sweep.trial_queue import SweepWorkers, TrialQueue
 
     queue = TrialQueue(folder, settings, create=True)
     print(
@@ -296,7 +294,7 @@ def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int
 
 def report(argv: list[str]) -> int:
     """Prints a sweep's table, and writes its best config and its plots."""
-    from dlo_plugins.sweep.sweep_settings import check_installed
+    from dlo_plugins.sweep.search_space import check_installed
 
     parser = CommandParser("dlo sweep report", description="Report on a sweep: table, best config and plots.")
     parser.add_argument("folder", help="folder of the sweep, such as runs/sweeps/my")

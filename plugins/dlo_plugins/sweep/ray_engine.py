@@ -25,11 +25,9 @@ import optuna
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.search_space import SearchSpace
-from dlo_plugins.sweep.sweep_settings import SweepSettings
-from dlo_plugins.sweep.sweep_worker import trial_config, trial_words
+from dlo_plugins.sweep.search_space import SearchSpace, SweepSettings
 from dlo_plugins.sweep.trial_process import TrialProcess, last_error, trial_environment
-from dlo_plugins.sweep.trial_queue import Claim, TrialQueue, finished_run
+from dlo_plugins.sweep.trial_queue import Claim, TrialQueue, finished_run, trial_config, trial_words
 
 #: Checkpoint of a member's last report, and in it the values with which it trained.
 REPORTED, VALUES = "reported.ckpt", "sweep_values.json"

@@ -19,11 +19,9 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
 from dlo_framework.units import format_table
 from dlo_framework.yaml_text import read_yaml
-from dlo_plugins.sweep.search_space import SearchSpace
-from dlo_plugins.sweep.sweep_settings import SweepSettings, best_value, read_settings
-from dlo_plugins.sweep.sweep_worker import CALLBACK
+from dlo_plugins.sweep.search_space import SearchSpace, SweepSettings, best_value, read_settings
 from dlo_plugins.sweep.trial_process import CONFIG
-from dlo_plugins.sweep.trial_queue import ENDED_WITH, ERROR, RUN, TrialQueue
+from dlo_plugins.sweep.trial_queue import CALLBACK, ENDED_WITH, ERROR, RUN, TrialQueue
 
 BEST, TABLE = "best.yaml", "trials.csv"
 #: Name of a plot, and of Optuna's function that draws it.

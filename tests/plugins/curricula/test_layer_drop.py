@@ -14,8 +14,13 @@ from torch import nn
 from dlo_framework.testing.record import Recorder
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.curriculum.block_schedule import handle_calls
-from dlo_plugins.curriculum.layer_drop import LayerDrop, keep_probabilities, progressive_theta
-from dlo_plugins.curriculum.stochastic_depth import StochasticDepthSchedule, depth_factor
+from dlo_plugins.curriculum.layer_drop import (
+    LayerDrop,
+    StochasticDepthSchedule,
+    depth_factor,
+    keep_probabilities,
+    progressive_theta,
+)
 from dlo_plugins.memory.rotor_callback import Rotor
 from support.curricula_runs import check_resume, fit, images, refusal, seeded
 

@@ -12,7 +12,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.distill.logit_losses import WITHOUT_TEMPERATURE, LogitDistance, LogitLossName
+from dlo_plugins.distill.student_losses import WITHOUT_TEMPERATURE, LogitDistance, LogitLossName
 
 NAMES = get_args(LogitLossName)
 

@@ -11,8 +11,7 @@ from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConf
 from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
 
 from dlo_framework.errors import DloError
-from dlo_plugins.quantise.fake_linear import FakeQuantiser
-from dlo_plugins.quantise.quantised_layers import choose_layers
+from dlo_plugins.quantise.quantised_layers import FakeQuantiser, choose_layers
 from dlo_plugins.quantise.schemes import (
     SCHEMES,
     Grid,

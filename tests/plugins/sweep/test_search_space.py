@@ -5,8 +5,7 @@ import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.search_space import SearchSpace, apply_values, set_key
-from dlo_plugins.sweep.sweep_settings import make_sampler
+from dlo_plugins.sweep.search_space import SearchSpace, apply_values, make_sampler, set_key
 
 OPTIMIZER, MOMENTUM = "model.init_args.optimizer", "model.init_args.momentum"
 

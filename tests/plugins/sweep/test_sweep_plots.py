@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlo_plugins.sweep.sweep_settings import make_sampler
+from dlo_plugins.sweep.search_space import make_sampler
 
 optuna = pytest.importorskip("optuna")
 

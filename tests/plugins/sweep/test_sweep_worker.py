@@ -10,11 +10,10 @@ import time
 import pytest
 
 from dlo_framework.lock import start_time
-from dlo_plugins.sweep import sweep_worker
-from dlo_plugins.sweep.sweep_settings import SweepSettings
-from dlo_plugins.sweep.sweep_worker import SweepWorkers, environment_of_job, visible_gpus
+from dlo_plugins.sweep import trial_queue
+from dlo_plugins.sweep.search_space import SweepSettings
 from dlo_plugins.sweep.trial_process import CONNECTION, TrialProcess, last_error, trial_environment
-from dlo_plugins.sweep.trial_queue import TrialQueue
+from dlo_plugins.sweep.trial_queue import SweepWorkers, TrialQueue, environment_of_job, visible_gpus
 
 
 @pytest.fixture
@@ -58,8 +57,8 @@ def test_a_process_that_is_killed_is_started_again(queue):
 
 def test_trials_of_workers_share_cores_and_gpus(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(sweep_worker.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(sweep_worker, "_HAS_AFFINITY", True)
+    monkeypatch.setattr(trial_queue.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(trial_queue, "_HAS_AFFINITY", True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
     assert visible_gpus() == ["0", "1", "5", "7"]
     assert [environment_of_job(index, 2)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0,1", "5,7"]

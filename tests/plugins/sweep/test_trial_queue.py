@@ -11,9 +11,8 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_framework.lock import RunLock
 from dlo_plugins.sweep import trial_queue
-from dlo_plugins.sweep.sweep_settings import SweepSettings, check_methods, read_settings, trial_seed
-from dlo_plugins.sweep.sweep_worker import SweepWorkers, trial_config
-from dlo_plugins.sweep.trial_queue import TrialQueue
+from dlo_plugins.sweep.search_space import SweepSettings, check_methods, read_settings, trial_seed
+from dlo_plugins.sweep.trial_queue import SweepWorkers, TrialQueue, trial_config
 
 SPACE = {"x": {"uniform": [-1, 1]}, "y": {"log": [1e-3, 1e1]}}
 
@@ -242,7 +241,7 @@ def test_a_trials_config_has_the_values_and_the_callback_last():
 
 def test_a_worker_imports_neither_torch_nor_lightning():
     code = (
-        "import sys, dlo_plugins.sweep.sweep_worker, dlo_plugins.sweep.command;"
+        "import sys, dlo_plugins.sweep.trial_queue, dlo_plugins.sweep.command;"
         "print({'torch', 'lightning', 'ray', 'matplotlib', 'plotly'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

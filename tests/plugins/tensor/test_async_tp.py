@@ -24,7 +24,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.tensor import overlap, tensor_parallel
 from dlo_plugins.parallel.tensor.projections import REGION
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
-from dlo_plugins.quantise.low_precision_linear import LowPrecisionForward
+from dlo_plugins.quantise.low_precision import LowPrecisionForward
 from support.tensor_models import SIZES, VIT, cut, image_loss, image_model, language_model, text_loss
 
 CHUNKS = 4
