@@ -14,23 +14,23 @@ from dlo_framework._version import __version__
 from dlo_framework.moved import MovedModules
 
 if TYPE_CHECKING:
-    from dlo_framework.applier import Applier as Applier
-    from dlo_framework.applier import Phase as Phase
     from dlo_framework.checkpoint.loading import load_from_checkpoint as load_from_checkpoint
-    from dlo_framework.cli.loaded_config import load_config as load_config
+    from dlo_framework.cli.run import load_config as load_config
     from dlo_framework.errors import DloError as DloError
+    from dlo_framework.plan import Applier as Applier
     from dlo_framework.plan import ParallelPlan as ParallelPlan
+    from dlo_framework.plan import Phase as Phase
     from dlo_framework.task import Task as Task
     from dlo_framework.trainer import Trainer as Trainer
 
 _HOMES = {
-    "Applier": "dlo_framework.applier",
+    "Applier": "dlo_framework.plan",
     "DloError": "dlo_framework.errors",
     "ParallelPlan": "dlo_framework.plan",
-    "Phase": "dlo_framework.applier",
+    "Phase": "dlo_framework.plan",
     "Task": "dlo_framework.task",
     "Trainer": "dlo_framework.trainer",
-    "load_config": "dlo_framework.cli.loaded_config",
+    "load_config": "dlo_framework.cli.run",
     "load_from_checkpoint": "dlo_framework.checkpoint.loading",
 }
 __all__ = ["__version__", *_HOMES]

@@ -15,6 +15,8 @@ from types import ModuleType
 
 #: Old path of a module, or of a package with all its modules, and the new one.
 MOVED = {
+    "dlo_framework.applier": "dlo_framework.plan",
+    "dlo_framework.cli.command_parser": "dlo_framework.cli.config_scan",
     "dlo_framework.attention": "dlo_framework.models.attention",
     "dlo_framework.experts": "dlo_framework.models.experts",
     "dlo_framework.four_bit_linear": "dlo_framework.models.four_bit_linear",

@@ -3,22 +3,28 @@
 A plan names parts of a model by patterns. A pattern is a dotted module or parameter name in which `*` matches exactly
 one name between dots, `**` any number of them, and `?` and `[...]` work as in a shell: `blocks.*` matches `blocks.0`
 and `blocks.11`, not `blocks.0.attn`. A pattern covers the modules that it matches and all their submodules.
+
+Appliers each rewrite a module in place before training for one technique, as its plan says. A strategy sorts the
+appliers of a run by phase, so their one valid order (tensor parallel, experts, context parallel,
+pipeline stages, recomputation, compile, shard) is defined in this file alone.
 """
 
 from __future__ import annotations
 
 import enum
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from dlo_framework.errors import DloError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 #: Blocks that have less than this fraction of a model's parameters are used only where no other class repeats: 1 / 8.
@@ -423,3 +429,41 @@ def _sides(module: nn.Module, blocks: list[str]) -> _Sides:
         at = order.index(unit)
         (between if first < at < last else stem if at < first else head)[unit] = None
     return _Sides(tuple(stem), tuple(between), tuple(head))
+
+
+class Phase(enum.IntEnum):
+    """Phase of an applier; phases run in ascending order."""
+
+    TENSOR = 10
+    EXPERTS = 12
+    CONTEXT = 20
+    STAGES = 25
+    CHECKPOINT = 30
+    COMPILE = 40
+    SHARD = 50
+
+
+class Applier(ABC):
+    """Rewrites a module in place. Subclasses set :attr:`phase` and implement :meth:`apply`."""
+
+    phase: ClassVar[Phase]
+    #: Axis of the mesh along which it works; a run with one rank of the axis leaves it out. None for every mesh.
+    axis: ClassVar[str | None] = None
+    #: Whether it needs the model's plan, which only a task has.
+    needs_plan: ClassVar[bool] = True
+
+    @abstractmethod
+    def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        """Rewrites ``module`` in place for ``mesh``, and splits it only where ``plan`` allows.
+
+        Raises:
+            DloError: if the module cannot be split so; the message computes the nearest size that works.
+        """
+
+    def apply_to_run(self, run: Any) -> None:
+        """Rewrites the module of a run; by default by :meth:`apply`.
+
+        Args:
+            run: Strategy's record of the run, with at least its ``model``, its ``mesh`` and the model's ``plan``.
+        """
+        self.apply(run.model, run.mesh, run.plan)

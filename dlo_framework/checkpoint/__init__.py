@@ -1,11 +1,9 @@
 """Checkpoints that are saved atomically, execute nothing when they are read, and load under any strategy."""
 
-from dlo_framework.checkpoint.background import AsyncSaver
-from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO
 from dlo_framework.checkpoint.history import newest_valid, note_resumption, resumptions, step_of
-from dlo_framework.checkpoint.loading import LazyStateDict, best_kept, check, load
+from dlo_framework.checkpoint.loading import LazyStateDict, SafeCheckpointIO, best_kept, check, load
 from dlo_framework.checkpoint.manifest import Manifest
-from dlo_framework.checkpoint.saving import save
+from dlo_framework.checkpoint.saving import AsyncSaver, save
 from dlo_framework.checkpoint.store import CheckpointStore, locate, read_manifest, recover, remove
 from dlo_framework.checkpoint.verify import verify
 

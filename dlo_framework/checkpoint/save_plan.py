@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlo_framework.checkpoint.manifest import Key, Run, next_box, shard_name
+from dlo_framework.checkpoint.manifest import Key, Run, dtype_name, dtype_of, next_box, shard_name
 from dlo_framework.checkpoint.state_tree import TensorLocation
-from dlo_framework.checkpoint.tensor_file import dtype_name, dtype_of
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Box, Shard, full_box, held_boxes, is_tiling
 

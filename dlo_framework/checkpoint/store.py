@@ -35,8 +35,7 @@ from typing import Any, BinaryIO, NamedTuple
 from torch import Tensor
 
 from dlo_framework.atomic_file import NO_SPACE, PARTIAL, explain_refusal, find_os_error, free_bytes, sync_folder
-from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
-from dlo_framework.checkpoint.tensor_file import as_memoryview
+from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, as_memoryview, parse_manifest
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_instance
 from dlo_framework.shards import BUCKET_BYTES, full_box, slice_view, split_box

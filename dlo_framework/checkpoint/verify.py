@@ -10,9 +10,8 @@ from typing import Literal, NamedTuple
 from torch.distributed import ProcessGroup
 
 from dlo_framework.agreement import rank_of, run_on_all_ranks, size_of
-from dlo_framework.checkpoint.manifest import Manifest
+from dlo_framework.checkpoint.manifest import Manifest, read_header
 from dlo_framework.checkpoint.store import is_folder, locate, read_manifest, refuse_remote, store_of
-from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.errors import DloError
 
 #: Level of verification: every byte is hashed, or only the files' sizes are compared.

@@ -10,16 +10,19 @@ returns dlo's options by name::
 
     dlo_framework.options =
         other_config = my_package.options:use_other_config
+
+:class:`CommandParser` parses a command's own arguments, and scans the options of ``dlo fit`` that follow.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -207,3 +210,37 @@ def resolve_config(name: str) -> str:
         hint = did_you_mean(key, shipped) or did_you_mean(name, beside)
     hint += " " if hint.endswith("?") else "; "
     raise DloError(f"no config '{name}': neither a file nor a shipped config{hint}`dlo configs` lists the shipped")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """ArgumentParser for a command of ``dlo``.
+
+    Args:
+        prog: Words that call the command, such as ``dlo hello``.
+        options: Other options of ``argparse.ArgumentParser``; line breaks in texts are kept.
+    """
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a :class:`DloError`, where argparse would print its usage and exit."""
+        raise DloError(f"{message}; see '{self.prog} --help'")
+
+    def parse_with_run(self, argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigScan]:
+        """Parses the command's own options, and scans all others as those of ``dlo fit``.
+
+        Returns:
+            The command's options, and the rest with its configs.
+
+        Raises:
+            DloError: If an option is invalid, or no ``--config`` is given.
+        """
+        self.allow_abbrev = False  # An abbreviation could be meant for `dlo fit`.
+        options, words = self.parse_known_args(argv)
+        found = scan(["fit", *words])
+        if not found.configs:
+            raise DloError(
+                f"{self.prog.removeprefix('dlo ')}: --config must name a config, got none; add --config x.yaml"
+            )
+        return options, found

@@ -12,8 +12,20 @@ from dlo_framework.data.evaluation import step_samples
 from dlo_framework.data.loader import CountedBatch, ReadAheadDataset, ResumableLoader, ignore_stop_signals
 from dlo_framework.data.mixture import Mixture, MixtureOrder, MixturePoint
 from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates, gradient_ranks
-from dlo_framework.data.order import BufferShuffle, GlobalShuffle, InOrder, Permutation, SampleOrder, hash64, uniform
-from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
+from dlo_framework.data.sampler import (
+    VOID,
+    BufferShuffle,
+    Draw,
+    GlobalShuffle,
+    InOrder,
+    Permutation,
+    Position,
+    ResumableBatchSampler,
+    SampleOrder,
+    Window,
+    hash64,
+    uniform,
+)
 from dlo_framework.random_streams import seed_all
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dlo_framework.data.order import BufferShuffle, GlobalShuffle, Placed, SampleOrder, hash64
+from dlo_framework.data.sampler import BufferShuffle, GlobalShuffle, Placed, SampleOrder, hash64
 from dlo_framework.errors import DloError, check_number, did_you_mean
 
 Ramp = Literal["step", "linear"]
@@ -204,7 +204,7 @@ class _ExactShares:
 
 
 class MixtureOrder:
-    """Order of the samples of several sources, mixed by weights; a :class:`dlo_framework.data.order.SampleOrder`.
+    """Order of the samples of several sources, mixed by weights; a :class:`dlo_framework.data.sampler.SampleOrder`.
 
     The dataset has the sources' samples one after the other. A source that has given all its samples begins its next
     pass, in another order, so that its samples occur equally often, to one.

@@ -47,7 +47,7 @@ BASES = {
     "callback": "lightning.pytorch.Callback",
     "task": "lightning.pytorch.LightningModule",
     "data": "lightning.pytorch.LightningDataModule",
-    "applier": "dlo_framework.applier.Applier",
+    "applier": "dlo_framework.plan.Applier",
 }
 
 

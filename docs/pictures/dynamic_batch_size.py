@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_framework.run.position import parse_position, value_at
+from dlo_framework.progress import parse_position, value_at
 from dlo_plugins.batches.dynamic_batch_size import LRDecay, grown_size, window
 
 FILE = Path(__file__).parents[1] / "images" / "dynamic-batch-size.svg"

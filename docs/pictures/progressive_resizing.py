@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_framework.run.position import parse_position
+from dlo_framework.progress import parse_position
 from dlo_plugins.images.progressive_resizing import GrowingSize, StepSizes
 
 FILE = Path(__file__).parents[1] / "images" / "progressive-resizing.svg"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlo_framework.checkpoint.background import BounceBuffers
+from dlo_framework.checkpoint.saving import BounceBuffers
 
 TENSORS = {
     "larger than the buffers": torch.arange(1000, dtype=torch.float32),

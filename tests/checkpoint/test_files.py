@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from dlo_framework.checkpoint import load, save
 from dlo_framework.checkpoint.loading import TensorFile
-from dlo_framework.checkpoint.save_plan import SMALL_BYTES, InventoryEntry, make_global_plan, pack_inventory
-from dlo_framework.checkpoint.state_tree import extract_tensors, read_mark
-from dlo_framework.checkpoint.store import HashedFile
-from dlo_framework.checkpoint.tensor_file import (
+from dlo_framework.checkpoint.manifest import (
     AS_BYTES,
     SAFETENSORS_CODES,
     dtype_name,
     make_header,
     read_header,
 )
+from dlo_framework.checkpoint.save_plan import SMALL_BYTES, InventoryEntry, make_global_plan, pack_inventory
+from dlo_framework.checkpoint.state_tree import extract_tensors, read_mark
+from dlo_framework.checkpoint.store import HashedFile
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Box, FlatShard, full_box
 

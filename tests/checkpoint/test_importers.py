@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlo_framework.checkpoint import load, read_manifest, save
-from dlo_framework.checkpoint.formats.importers import find_importer
+from dlo_framework.checkpoint.formats import find_importer
 from dlo_framework.cli.main import main
 
 FORMAT = """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dlo_framework.checkpoint.formats.importers import CheckpointFormat, ForeignCheckpoint
+from dlo_framework.checkpoint.formats import CheckpointFormat, ForeignCheckpoint
 
 
 class TextFormat(CheckpointFormat):

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from dlo_framework.agreement import gather_then_scatter, run_on_all_ranks
 from dlo_framework.checkpoint import load, read_manifest, save, saving
-from dlo_framework.checkpoint.manifest import Manifest, Runs, SavedTensor, to_text
+from dlo_framework.checkpoint.manifest import Manifest, Runs, SavedTensor, dtype_of, make_header, to_text
 from dlo_framework.checkpoint.save_plan import InventoryEntry, make_file_plan, make_global_plan, pack_inventory
-from dlo_framework.checkpoint.tensor_file import dtype_of, make_header
 from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.shards import Box, FlatShard, overlap
 from dlo_framework.testing import run_distributed

@@ -14,7 +14,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.testing import RankFailed, run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy

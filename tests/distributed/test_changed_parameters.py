@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy

@@ -16,7 +16,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.precision_policy import unit_policy
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.fsdp.torch_fsdp import ComplexReduceScatter

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
-from dlo_framework.checkpoint.formats.importers import find_importer
+from dlo_framework.checkpoint.formats import find_importer
 from dlo_framework.cli.commands.checkpoint_command import main
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.errors import DloError

@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import Case, assert_parity, run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from support.fsdp_nets import (

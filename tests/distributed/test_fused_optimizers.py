@@ -14,7 +14,7 @@ from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import Module, differ, mine, trainer

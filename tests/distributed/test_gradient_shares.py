@@ -20,7 +20,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM

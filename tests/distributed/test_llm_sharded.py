@@ -15,7 +15,7 @@ from dlo_framework.distributed.strategy import register_data_parallel, use_canon
 from dlo_framework.errors import DloError
 from dlo_framework.models.four_bit_linear import quantise, quantise_scales
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy

@@ -18,7 +18,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.stop import GracefulStop
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.compile.compile_blocks import CompileBlocks
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard

@@ -23,7 +23,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from support import fsdp_nets
 from support.runs import Watch

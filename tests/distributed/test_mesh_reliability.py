@@ -13,7 +13,7 @@ from torch import Tensor
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.images.batch_mix import BatchMix

@@ -18,7 +18,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import checksums, gather_full_weights
+from dlo_framework.testing.record import checksums, gather_full_weights
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.pipeline.timeline import PipelineTimeline
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy

@@ -13,7 +13,7 @@ from dlo_framework.distributed.model_units import find_units
 from dlo_framework.errors import DloError
 from dlo_framework.plan import NoBlocksError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier

@@ -15,7 +15,7 @@ from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy

@@ -15,7 +15,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dlo_framework.local_memory import memory_of
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.user_code import OutsideUse
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer

@@ -5,9 +5,8 @@ import signal
 import pytest
 import torch
 
-from dlo_framework.checkpoint import SafeCheckpointIO, recover
-from dlo_framework.checkpoint.formats import torch_file
-from dlo_framework.checkpoint.formats.torch_file import refuse_unsafe
+from dlo_framework.checkpoint import SafeCheckpointIO, loading, recover
+from dlo_framework.checkpoint.loading import refuse_unsafe
 from dlo_framework.checkpoint.state_tree import tensor_bytes
 from dlo_framework.errors import DloError
 
@@ -55,7 +54,7 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_file, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(loading, "free_bytes", lambda folder: 1000)
     with pytest.raises(DloError, match=r"need 4\.0 kB, 1\.0 kB free in .*; no earlier checkpoint there"):
         SafeCheckpointIO().save_checkpoint({"x": torch.zeros(1000)}, tmp_path / "last.ckpt")
     assert not list(tmp_path.iterdir())

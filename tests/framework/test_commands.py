@@ -10,7 +10,7 @@ from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 
 HELLO = '''
-from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import CommandParser
 
 
 def main(argv):

@@ -133,7 +133,7 @@ def test_a_spawned_worker_can_unpickle_a_files_classes(project: Path) -> None:
 def test_what_is_private_abstract_imported_or_no_plugin_is_left_out(project: Path) -> None:
     source = """
 from lightning.pytorch import Callback, Trainer
-from dlo_framework.applier import Applier
+from dlo_framework.plan import Applier
 
 class _Hidden(Callback): pass
 class Unfinished(Applier): pass
@@ -148,7 +148,7 @@ def test_every_kind_is_recognised(project: Path) -> None:
     source = """
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from dlo_framework.applier import Applier, Phase
+from dlo_framework.plan import Applier, Phase
 
 class UmCallback(Callback): pass
 class UmTask(LightningModule): pass

@@ -16,7 +16,7 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.compile.callback import Compile

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.data import Position, ResumableDataModule, Window
 from dlo_framework.data.sampler import plan_epoch
 from dlo_framework.errors import DloError
-from dlo_framework.run.position import parse_position
+from dlo_framework.progress import parse_position
 from dlo_plugins.batches.dynamic_batch_size import (
     DynamicBatchSize,
     LRDecay,

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework import Task
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import grouped_mm
-from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.plan import Applier, ParallelPlan, Phase, Rule
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh import mesh_simulation

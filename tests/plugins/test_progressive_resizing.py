@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dlo_framework.data import Position, ResumableDataModule
 from dlo_framework.errors import DloError
-from dlo_framework.run.position import parse_position
+from dlo_framework.progress import parse_position
 from dlo_framework.run.resume import ExactResume
 from dlo_plugins.images.progressive_resizing import (
     GrowingSize,

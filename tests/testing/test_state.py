@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dlo_framework.distributed.strategy import SingleProcessStrategy
 from dlo_framework.shards import FlatShard
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.testing import full_state, run_distributed
-from dlo_framework.testing.full_state import checksum, gather_full_tensors, gather_full_weights
+from dlo_framework.testing import record, run_distributed
+from dlo_framework.testing.record import checksum, gather_full_tensors, gather_full_weights
 
 
 class OwnNorm(SingleProcessStrategy):
@@ -46,7 +46,7 @@ def _spread(rank: int, world_size: int) -> tuple[dict, float, float]:
         mine["last_stage"] = tensors["last_stage"]
     gathered = gather_full_tensors(mine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(full_state, "_BUNDLE", 41)  # bytes: "plain" and "scalar" fit into one message, "flat" into none
+        patch.setattr(record, "_BUNDLE", 41)  # bytes: "plain" and "scalar" fit into one message, "flat" into none
         again = gather_full_tensors(mine)
     assert again.keys() == gathered.keys()
     assert all(torch.equal(again[name], value) for name, value in gathered.items())

@@ -12,12 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from dlo_framework.checkpoint.formats.safetensors_file import check_new_file, make_file_manifest, refuse_existing
-from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
-from dlo_framework.checkpoint.loading import load
-from dlo_framework.checkpoint.manifest import Manifest, SavedTensor
+from dlo_framework.checkpoint.loading import SafeCheckpointIO, load, read_file
+from dlo_framework.checkpoint.manifest import Manifest, SavedTensor, dtype_name
 from dlo_framework.checkpoint.saving import save
 from dlo_framework.checkpoint.state_tree import extract_tensors, plain_data
-from dlo_framework.checkpoint.tensor_file import dtype_name
 from dlo_framework.checkpoint.verify import verify
 
 Shape = tuple[int, ...]

@@ -12,13 +12,28 @@ from urllib.parse import quote, unquote
 import torch
 
 from dlo_framework.atomic_file import open_atomic
-from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
-from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, as_lazy_state_dict, assemble, load
-from dlo_framework.checkpoint.manifest import STATE, Chunk, Manifest, SavedTensor
+from dlo_framework.checkpoint.loading import (
+    LazyStateDict,
+    SafeCheckpointIO,
+    TensorReader,
+    as_lazy_state_dict,
+    assemble,
+    load,
+    read_file,
+)
+from dlo_framework.checkpoint.manifest import (
+    STATE,
+    Chunk,
+    Manifest,
+    SavedTensor,
+    as_memoryview,
+    dtype_name,
+    make_header,
+    read_header,
+)
 from dlo_framework.checkpoint.saving import save
 from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
 from dlo_framework.checkpoint.store import HashedFile, disk_errors, refuse_remote, store_of
-from dlo_framework.checkpoint.tensor_file import as_memoryview, dtype_name, make_header, read_header
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
 from dlo_framework.shards import BUCKET_BYTES, full_box, split_box

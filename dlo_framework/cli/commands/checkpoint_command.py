@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.errors import DloError, did_you_mean
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def _verify(path: Path, level: Any) -> int:
 
 
 def _convert(path: Path, target: Path) -> int:
-    from dlo_framework.checkpoint.formats import lightning_file, safetensors_file
-    from dlo_framework.checkpoint.formats.importers import find_importer
+    from dlo_framework.checkpoint.formats import find_importer, lightning_file, safetensors_file
     from dlo_framework.checkpoint.store import is_folder, is_folder_checkpoint, refuse_remote
 
     found = _find(path)
@@ -249,7 +248,7 @@ def _inspect(path: Path, *, as_json: bool) -> int:
 
 def _read_manifest(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint folder, or one built from the content of a single file."""
-    from dlo_framework.checkpoint.formats.torch_file import read_file
+    from dlo_framework.checkpoint.loading import read_file
     from dlo_framework.checkpoint.verify import open_checkpoint
 
     found, manifest = open_checkpoint(path)
@@ -265,7 +264,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _to_json(group: str, name: str, tensor: Any) -> dict[str, Any]:
-    from dlo_framework.checkpoint.tensor_file import dtype_of
+    from dlo_framework.checkpoint.manifest import dtype_of
 
     size = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
     files = sorted({chunk.file for chunk in tensor.chunks})

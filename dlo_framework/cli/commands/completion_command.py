@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.command_table import CKPT_PATH, CORE_COMMANDS, RUN_COMMANDS, SECTIONS, summarise_installed
 from dlo_framework.cli.commands.schema_command import schema_of_type
-from dlo_framework.cli.config_scan import list_shipped_configs
+from dlo_framework.cli.config_scan import CommandParser, list_shipped_configs
 from dlo_framework.errors import DloError
 from dlo_framework.registry import KINDS, Registry
 from dlo_framework.registry.class_source import read_class

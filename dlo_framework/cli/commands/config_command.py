@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.command_table import SECTIONS, installed_commands, load_command
 from dlo_framework.cli.commands.plugins_command import format_yaml_value
-from dlo_framework.cli.config_scan import collect_strings, read_config, resolve_config
+from dlo_framework.cli.config_scan import CommandParser, collect_strings, read_config, resolve_config
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, read_class
 from dlo_framework.registry.registry import own_packages

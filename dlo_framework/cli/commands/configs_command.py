@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import list_shipped_configs, resolve_config
+from dlo_framework.cli.config_scan import CommandParser, list_shipped_configs, resolve_config
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import versions
 from dlo_framework.registry import Registry

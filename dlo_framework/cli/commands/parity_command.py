@@ -9,8 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.config_scan import CommandParser, ConfigScan
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import parse_plugin_list
+from dlo_framework.cli.config_scan import CommandParser, parse_plugin_list
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.extensions import format_origin, list_extensions
 from dlo_framework.registry import KINDS, Plugin, Registry, kind_of

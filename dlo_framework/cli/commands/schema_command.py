@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.command_table import SECTIONS
+from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.registry import Plugin, Registry
 from dlo_framework.registry.class_source import (
     ClassSource,

@@ -22,8 +22,16 @@ from dlo_framework.data import Position, ResumableDataModule, Window, data_paral
 from dlo_framework.data.sampler import Span, plan_epoch
 from dlo_framework.errors import DloError, check_choice, check_number, check_one_of
 from dlo_framework.norms import total_norm
-from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
-from dlo_framework.run.position import RunPosition, any_percentage, check_max_epochs, parse_position, value_at
+from dlo_framework.progress import (
+    AccumulationWindow,
+    RunPosition,
+    any_percentage,
+    check_max_epochs,
+    parse_position,
+    planned_batches,
+    refresh_epoch_length,
+    value_at,
+)
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import is_logged, log_scalars
 

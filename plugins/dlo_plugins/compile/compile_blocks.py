@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_framework.task import Task, model_and_plan
 from dlo_framework.task_abilities import CompileTarget
 

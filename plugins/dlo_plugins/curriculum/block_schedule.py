@@ -22,8 +22,7 @@ from dlo_framework.ability import find_ability
 from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, agreed_errors
 from dlo_framework.plan import match_names
-from dlo_framework.progress import check_end
-from dlo_framework.run.position import FollowsSteps, StepFraction
+from dlo_framework.progress import FollowsSteps, StepFraction, check_end
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_framework.task_abilities import LooksInside

@@ -19,7 +19,7 @@ from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Draw, Position, ResumableDataModule
 from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
-from dlo_framework.run.position import DataHook, any_percentage, check_max_epochs, parse_position
+from dlo_framework.progress import DataHook, any_percentage, check_max_epochs, parse_position
 
 METRICS = ("rarity", "targets")
 #: Samples whose tokens are read at once.

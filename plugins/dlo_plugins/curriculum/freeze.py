@@ -31,7 +31,7 @@ from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.models.recompute import has_backward
-from dlo_framework.run.position import parse_position, run_fraction
+from dlo_framework.progress import parse_position, run_fraction
 from dlo_framework.strategy_abilities import SeparateSteps
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_plugins.compression.gradient_compression import GradientCompression

@@ -23,11 +23,10 @@ from torchvision.ops import StochasticDepth as TorchvisionDepth
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.costs import is_compiled
-from dlo_framework.data.order import uniform
-from dlo_framework.errors import check_number
+from dlo_framework.data.sampler import uniform
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import has_backward
-from dlo_framework.progress import check_end
-from dlo_framework.run.position import FollowsSteps, StepFraction
+from dlo_framework.progress import FollowsSteps, StepFraction, check_end
 from dlo_framework.strategy_abilities import BlocksInPlace
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import checkable_module

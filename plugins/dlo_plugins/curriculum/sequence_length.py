@@ -23,14 +23,14 @@ from torch import Tensor
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.description import DataDescription
-from dlo_framework.data.order import uniform
+from dlo_framework.data.sampler import uniform
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
-from dlo_framework.progress import check_end
-from dlo_framework.run.position import (
+from dlo_framework.progress import (
     DataHook,
     FollowsSteps,
     RunPosition,
     StepFraction,
+    check_end,
     parse_position,
     run_fraction,
 )

@@ -17,10 +17,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.batches import chosen_tokens
-from dlo_framework.data.order import hash64
+from dlo_framework.data.sampler import hash64
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import has_backward
-from dlo_framework.run.position import parse_position, run_fraction
+from dlo_framework.progress import parse_position, run_fraction
 from dlo_framework.strategy_abilities import SplitsSequences, mesh_spec
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.curriculum.block_schedule import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.errors import DloError, check_choice, did_you_mean
 from dlo_framework.yaml_text import read_yaml
 

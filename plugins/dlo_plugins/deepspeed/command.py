@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.config_scan import CommandParser, ConfigScan, scan
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError, check_number
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlo_framework.checkpoint.formats.importers import CheckpointFormat, ForeignCheckpoint
+from dlo_framework.checkpoint.formats import CheckpointFormat, ForeignCheckpoint
 from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_states
 from dlo_framework.checkpoint.state_tree import make_read_error
 from dlo_framework.errors import DloError

@@ -27,7 +27,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from dlo_framework.callback import PluginCallback
-from dlo_framework.data.order import hash64
+from dlo_framework.data.sampler import hash64
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import check_number
 from dlo_framework.shards import Box, Shard, held_boxes

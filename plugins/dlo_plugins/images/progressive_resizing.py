@@ -24,7 +24,7 @@ from dlo_framework.data import Position, ResumableDataModule, data_parallel_coor
 from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError, check_number, check_one_of
 from dlo_framework.models.model_sizes import accept_any_size, check_sizes, size_multiple
-from dlo_framework.run.position import (
+from dlo_framework.progress import (
     DataHook,
     RunPosition,
     any_percentage,

@@ -21,12 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import tree_leaves
 from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.models.recompute import recompute
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
+from dlo_plugins.memory.selective_policy import contexts_for
 
 _MODES = ("full", "selective")
 #: Device types whose tensors are not offloaded.

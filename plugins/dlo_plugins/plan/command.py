@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes

@@ -6,8 +6,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.config_scan import CommandParser, ConfigScan
 from dlo_framework.cli.run import prepared_process, train
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.run import runs
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 def _profile(found: ConfigScan, options: argparse.Namespace) -> Path:
     """Profiles the last of some steps of a config's training; returns the run's folder."""
-    from dlo_framework.cli.short_run import open_run, train_briefly
+    from dlo_framework.cli.lightning_cli import open_run, train_briefly
     from dlo_plugins.profile.callback import Profile
     from dlo_plugins.profile.energy import Energy
 

@@ -35,9 +35,8 @@ from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean
-from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fraction_at
+from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fraction_at, parse_position, run_fraction
 from dlo_framework.rehearsal import run_folder
-from dlo_framework.run.position import parse_position, run_fraction
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
 from dlo_framework.strategy_abilities import SeparateParameters, SeparateSteps
 from dlo_framework.strategy_contract import contract_of

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import read_config
+from dlo_framework.cli.config_scan import CommandParser, read_config
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.run import runs
 from dlo_framework.units import parse_fraction

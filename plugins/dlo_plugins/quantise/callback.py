@@ -37,8 +37,7 @@ from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
-from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
-from dlo_framework.run.position import parse_position
+from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps, parse_position
 from dlo_framework.shards import local_data
 from dlo_framework.strategy_abilities import mesh_spec
 from dlo_framework.strategy_contract import contract_of

@@ -9,8 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.config_scan import CommandParser, ConfigScan, scan
 from dlo_framework.cli.run import train
 from dlo_framework.errors import DloError
 from dlo_framework.run import runs

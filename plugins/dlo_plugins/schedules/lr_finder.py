@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.short_run import ShortTrainer, open_run, train_briefly
+from dlo_framework.cli.lightning_cli import ShortTrainer, open_run, train_briefly
 from dlo_framework.errors import DloError, OrderlyEnd, check_number
 from dlo_framework.extensions import NamedFunctions
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder

@@ -18,8 +18,7 @@ from typing import Any
 
 import yaml
 
-from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.config_scan import CommandParser, ConfigScan, scan
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.yaml_text import read_yaml
 

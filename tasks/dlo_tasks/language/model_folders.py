@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from dlo_framework.checkpoint import LazyStateDict
 from dlo_framework.checkpoint.formats.safetensors_file import PREFIX, model_weights
 from dlo_framework.checkpoint.loading import TensorReader
-from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
-from dlo_framework.checkpoint.tensor_file import read_header
+from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor, read_header
 from dlo_framework.distributed.meta_init import set_read_later
 from dlo_framework.errors import DloError
 from dlo_framework.models.experts import find_mixtures

@@ -14,11 +14,10 @@ from typing import Any, ClassVar, get_args
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.models.attention.attention_mask import find_heads, find_mask
 from dlo_framework.models.experts.balance import find_routers
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_plugins.parallel.context.block_attention import Score
 from dlo_plugins.parallel.context.context_sequence import ContextSequence, Method
 from dlo_plugins.parallel.context.gathered_modules import Gather, GatheredModules, SharedParts, find_parts

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.collectives import with_backward
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
@@ -32,7 +31,7 @@ from dlo_framework.mesh import nearest_divisor
 from dlo_framework.models.autocast import autocast_dtype
 from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.models.experts.expert_mixtures import COUNTS
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_framework.shards import get_layout, make_equal_slice
 
 AXIS = "ep"

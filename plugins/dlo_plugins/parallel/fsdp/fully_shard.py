@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.errors import check_number
 from dlo_framework.mesh import MeshSpec
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_framework.strategy_abilities import HalfPrecisionGradients
 from dlo_plugins.parallel.fsdp.precision_policy import mixed_precision
 from dlo_plugins.parallel.fsdp.sharding import ShardedModule, ShardOptions, match_units

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import check_number
 from dlo_framework.strategy_abilities import ArrangesRanks

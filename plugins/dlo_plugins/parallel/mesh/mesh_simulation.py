@@ -32,14 +32,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework import fake_kernels
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.distributed.gradient_check import may_freeze, still_trained, trains_by_loss, unused_message
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
-from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.plan import Applier, ParallelPlan, Phase, Rule
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import WeighsMicroBatches
 from dlo_plugins.parallel.fsdp.sharded_optimizers import UsedParams

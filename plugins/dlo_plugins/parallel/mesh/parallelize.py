@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
@@ -26,7 +25,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.local_memory import memory_of
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import Context, PlacedModel
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_framework.shards import Layout, get_layout
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
@@ -83,7 +82,7 @@ class MeshAppliers:
         for applier in given:
             if not isinstance(applier, Applier):
                 raise DloError(
-                    f"appliers must derive from dlo_framework.applier.Applier, got a {type(applier).__name__}; derive"
+                    f"appliers must derive from dlo_framework.plan.Applier, got a {type(applier).__name__}; derive"
                     " its class from Applier"
                 )
         kinds = [type(applier) for applier in given]

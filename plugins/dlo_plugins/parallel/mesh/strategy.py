@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from dlo_framework.ability import Ability
-from dlo_framework.applier import Applier
 from dlo_framework.data.description import run_datamodule
 from dlo_framework.distributed.checkpointing import ShardOwner
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
@@ -27,6 +26,7 @@ from dlo_framework.errors import DloError, check_choice
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
+from dlo_framework.plan import Applier
 from dlo_framework.run.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_abilities import (

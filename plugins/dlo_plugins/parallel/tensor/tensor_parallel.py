@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.gradient_check import is_shipped
 from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_plugins.parallel.tensor.installation import install_plan
 from dlo_plugins.parallel.tensor.overlap import CHUNKS, AsyncProducts, reaches_peers
 from dlo_plugins.parallel.tensor.sequence_parallel import LocalRandom, ShardedSequence
