@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, zeros
 from dlo_framework.checkpoint import (
     AsyncSaver,
     SafeCheckpointIO,
-    background,
     load,
     newest_valid,
     save,
@@ -126,16 +125,16 @@ def limited(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 
 
 def in_background(rank: int, world_size: int, folder: Path) -> dict[str, object]:
-    go, write = threading.Event(), background.write
+    go, write = threading.Event(), saving.write
 
     def late(*arguments) -> None:
         go.wait(60)
         write(*arguments)
 
-    background.write = late
     first, second, third = (folder / f"step-{n}.ckpt" for n in (1, 2, 3))
     saver = AsyncSaver(dist.group.WORLD)
     save({"global_step": 1, "state_dict": flat(1.0, rank, world_size)}, first, group=dist.group.WORLD)
+    saving.write = late
     weights, loops = flat(2.0, rank, world_size), {"seen": [1, 2]}
     saver.save({"global_step": 2, "state_dict": weights, "loops": loops}, second)
     weights["w"].data.fill_(99.0)
@@ -159,7 +158,7 @@ def in_background(rank: int, world_size: int, folder: Path) -> dict[str, object]
     found["after"] = sorted(path.name for path in folder.iterdir())
     saver.save({"global_step": 5, "state_dict": flat(5.0, rank, world_size)}, folder / "step-5.ckpt")
     saver.close()
-    background.write = write
+    saving.write = write
     return found
 
 
