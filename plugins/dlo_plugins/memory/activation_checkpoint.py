@@ -26,7 +26,6 @@ from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tens
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.models.recompute import recompute
 from dlo_framework.plan import Applier, ParallelPlan, Phase
-from dlo_plugins.memory.selective_policy import contexts_for
 
 _MODES = ("full", "selective")
 #: Device types whose tensors are not offloaded.
