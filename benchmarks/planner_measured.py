@@ -23,7 +23,8 @@ from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.plan.machine import load_machine, measure_machine, parse_machine
+from dlo_plugins.plan.machine import load_machine, parse_machine
+from dlo_plugins.plan.measurement import measure_machine
 
 MEMORY_BAR, ORDER_BAR = 0.1, 0.9  # Mean error of memory, rank correlation of times.
 MEMORY = [

@@ -13,6 +13,7 @@ from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes
+from dlo_plugins.plan.machine import load_machine
 
 _HELP = """Find the parallel plan that trains a config's model fastest in a given memory.
 
@@ -49,13 +50,12 @@ def main(argv: list[str]) -> int:
     options, found = parser.parse_with_run(argv)
     check_options(options)
 
+    if options.measure is None:
+        load_machine(options.machine)  # Before torch is imported.
     with prepared_process(found):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
-        from dlo_plugins.plan.machine import load_machine
         from dlo_plugins.plan.plan_report import plan_run, report_json, report_text
 
-        if options.measure is None:
-            load_machine(options.machine)
         run = SimulatedRun(found, 1, "dlo plan", unplanned=True)
         gpus, nodes = count_gpus(run.user_config, options)
         planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, len(run.second_models()))

@@ -31,7 +31,8 @@ from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.mesh_simulation import fewest_micro_batches, rehearse_step, simulated_precision
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.plan.layout import SIZES, Request, StateFormat
-from dlo_plugins.plan.machine import Machine, load_machine, measure_machine, write_machine
+from dlo_plugins.plan.machine import Machine, load_machine
+from dlo_plugins.plan.measurement import measure_machine, write_machine
 from dlo_plugins.plan.model_profile import ModelProfile
 from dlo_plugins.plan.plan_config import find_part, mesh_strategy, read_batch, read_device, strategy_options, write_yaml
 from dlo_plugins.plan.plan_search import Candidate, PlanSearch, Rejection, SearchResult, summarise_rejections

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from dlo_plugins.plan.machine import load_machine, measure_rank
+from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.plan.measurement import measure_rank
 from dlo_plugins.profile.device_waits import DeviceWait
 from dlo_plugins.profile.operations import KINDS
 from dlo_plugins.profile.step_breakdown import (

@@ -8,8 +8,9 @@ import torch
 import yaml
 
 from dlo_framework.cli.main import main
-from dlo_plugins.plan import machine as measurement
-from dlo_plugins.plan.machine import RankMeasurement, machine_content, parse_machine
+from dlo_plugins.plan import measurement
+from dlo_plugins.plan.machine import parse_machine
+from dlo_plugins.plan.measurement import RankMeasurement, machine_content
 from dlo_plugins.plan.plan_config import read_device
 
 CONFIG = """
