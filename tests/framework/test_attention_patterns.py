@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from dlo_framework import attention as patterns
 from dlo_framework.errors import DloError
+from dlo_framework.models import attention as patterns
 from dlo_framework.models.attention import (
     Attention,
     AttentionMask,

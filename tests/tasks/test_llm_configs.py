@@ -12,9 +12,9 @@ import yaml
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework import attention
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.models import attention
 from dlo_framework.models.four_bit_linear import FourBitLinear
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language import language_models
