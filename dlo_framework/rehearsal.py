@@ -50,7 +50,7 @@ from dlo_framework.watch.summary import RunRecord
 
 
 class Rehearsal:
-    """Runs training steps on the side; :func:`rehearse` makes one and undoes all that it did."""
+    """Runs training steps on the side; :func:`trial_steps` makes one and undoes all that it did."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -183,7 +183,7 @@ def check_rehearsable(who: str, module: LightningModule) -> None:
 
 
 @contextlib.contextmanager
-def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
+def trial_steps(trainer: Trainer) -> Iterator[Rehearsal]:
     """Lets a callback train on the side, from ``on_train_epoch_start`` on, and undoes it, however it ends.
 
     Nothing is logged, the monitor's clock is stopped, and afterwards the run is in the same state as before; see

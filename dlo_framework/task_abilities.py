@@ -208,7 +208,7 @@ class LooksInside(Ability):
     Strategies that split either over ranks refuse such a task.
     """
 
-    looks_inside = True
+    needs_hidden_states = True
 
 
 class KeepsBuffers(Ability):

@@ -149,42 +149,45 @@ class Plan:
     bytes: int
 
 
-def make_global_plan(told: Sequence[PackedInventory]) -> Plan:
+def make_global_plan(inventories: Sequence[PackedInventory]) -> Plan:
     """Assigns each box to one of the ranks that hold it, the one with the fewest bytes to write.
 
     Args:
-        told: Packed inventory of each rank.
+        inventories: Packed inventory of each rank.
 
     Raises:
         DloError: if the ranks' boxes of a tensor do not cover each of its elements once.
     """
-    met = _Registry()
-    held = [met.take(one) for one in told]
-    boxes = sorted(met.boxes)
+    registry = _Registry()
+    held = [registry.take(one) for one in inventories]
+    boxes = sorted(registry.boxes)
     # From here on a box's number is its rank in the order of offsets and sizes.
     place = np.empty(len(boxes), np.int64)
-    place[[met.boxes[box] for box in boxes]] = np.arange(len(boxes))
+    place[[registry.boxes[box] for box in boxes]] = np.arange(len(boxes))
     rank = np.repeat(np.arange(len(held)), [len(tensors) for tensors, _ in held])
     tensor = np.concatenate([tensors for tensors, _ in held])
     box = place[np.concatenate([numbers for _, numbers in held])]
-    element = np.array([dtype_of(dtype).itemsize for _, dtype, _ in met.tensors.values()], np.int64)
+    element = np.array([dtype_of(dtype).itemsize for _, dtype, _ in registry.tensors.values()], np.int64)
     size = np.array([box.numel for box in boxes], np.int64)[box] * element[tensor]
     # A box that several ranks hold is several rows and one item; items are in the order of tensors and boxes.
     _, first, item, count = np.unique(
         tensor * len(boxes) + box, return_index=True, return_inverse=True, return_counts=True
     )
-    _check_tiling(met, boxes, tensor[first], box[first], len(held))
+    _check_tiling(registry, boxes, tensor[first], box[first], len(held))
     writer = _writers(rank, item, first, count, size[first])
     writes = writer[item] == rank
     begin, sizes = _offsets(np.flatnonzero(writes), rank, item, element[tensor], size, len(held))
     bounds = np.searchsorted(rank, np.arange(len(held) + 1))
     masks = [np.packbits(writes[low:high]).tobytes() for low, high in pairwise(bounds)]
-    runs = _runs(boxes, tensor[first], box[first], writer, begin, len(met.tensors))
-    names = np.array([len("/".join(key)) + _ENTRY_BYTES for key in met.tensors], np.int64)
+    runs = _runs(boxes, tensor[first], box[first], writer, begin, len(registry.tensors))
+    names = np.array([len("/".join(key)) + _ENTRY_BYTES for key in registry.tensors], np.int64)
     return Plan(
         masks,
         sizes.tolist(),
-        {key: PlannedTensor(*known, of_key) for (key, known), of_key in zip(met.tensors.items(), runs, strict=True)},
+        {
+            key: PlannedTensor(*known, of_key)
+            for (key, known), of_key in zip(registry.tensors.items(), runs, strict=True)
+        },
         int(sizes.sum() + names[tensor[first]].sum()),
     )
 
@@ -227,15 +230,17 @@ class _Registry:
         self._numbers: dict[Key, int] = {}
         self._lists: dict[bytes, Numbers] = {}
 
-    def take(self, told: PackedInventory) -> tuple[Numbers, Numbers]:
+    def take(self, inventory: PackedInventory) -> tuple[Numbers, Numbers]:
         """Returns a rank's boxes in its order: the numbers of their tensors, and their own numbers."""
-        if told.tensors not in self._lists:
-            self._lists[told.tensors] = np.array([self._number(*one) for one in unpack(told.tensors)], np.int64)
-        lists, which = unpack(told.boxes)
+        if inventory.tensors not in self._lists:
+            self._lists[inventory.tensors] = np.array(
+                [self._number(*one) for one in unpack(inventory.tensors)], np.int64
+            )
+        lists, which = unpack(inventory.boxes)
         numbered = [[self.boxes.setdefault(box, len(self.boxes)) for box in boxes] for boxes in lists]
         counts = np.array([len(numbers) for numbers in numbered], np.int64)[np.array(which, np.int64)]
         held = np.fromiter(chain.from_iterable(numbered[number] for number in which), np.int64)
-        return np.repeat(self._lists[told.tensors], counts), held
+        return np.repeat(self._lists[inventory.tensors], counts), held
 
     def _number(self, path: tuple[str | int, ...], key: Key, dtype: str, shape: tuple[int, ...]) -> int:
         known = self.tensors.setdefault(key, (path, dtype, shape))
@@ -243,11 +248,11 @@ class _Registry:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _check_tiling(met: _Registry, boxes: list[Box], tensor: Numbers, box: Numbers, ranks: int) -> None:
+def _check_tiling(registry: _Registry, boxes: list[Box], tensor: Numbers, box: Numbers, ranks: int) -> None:
     """Checks that the items of each tensor tile it. Tensors that are sharded in the same way are checked once."""
-    bounds = np.searchsorted(tensor, np.arange(len(met.tensors) + 1)).tolist()
+    bounds = np.searchsorted(tensor, np.arange(len(registry.tensors) + 1)).tolist()
     seen = set()
-    for (key, (_, _, shape)), (low, high) in zip(met.tensors.items(), pairwise(bounds), strict=True):
+    for (key, (_, _, shape)), (low, high) in zip(registry.tensors.items(), pairwise(bounds), strict=True):
         cut = (shape, box[low:high].tobytes())
         if cut not in seen:
             own = [boxes[number] for number in box[low:high]]

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
-from dlo_framework.rehearsal import rehearse
+from dlo_framework.rehearsal import trial_steps
 from dlo_framework.task import Task
 from support import frozen_runs as runs
 from support.fsdp_nets import Batches
@@ -187,7 +187,7 @@ class Aside(Callback):
     """Trains on the side before the first batch, and undoes it."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        with rehearse(trainer) as rehearsal:
+        with trial_steps(trainer) as rehearsal:
             for _ in range(3):
                 rehearsal.optimizer_step()
 

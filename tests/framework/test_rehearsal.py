@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_framework.rehearsal import Rehearsal, Snapshot, rehearse
+from dlo_framework.rehearsal import Rehearsal, Snapshot, trial_steps
 from dlo_framework.watch.monitor import RunMonitor
 from support.noisy_data import BATCH, BATCHES, Noisy
 from support.trainers import quiet_trainer
@@ -84,7 +84,7 @@ class Aside(Callback):
 
     def _train(self, trainer) -> None:
         place = getattr(trainer.train_dataloader, "state_dict", dict)()
-        with rehearse(trainer) as rehearsal:
+        with trial_steps(trainer) as rehearsal:
             losses = [float(rehearsal.optimizer_step()) for _ in range(self.steps)]
         self.losses = losses
         assert getattr(trainer.train_dataloader, "state_dict", dict)() == place

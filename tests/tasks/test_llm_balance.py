@@ -86,7 +86,7 @@ def test_it_is_no_part_of_what_is_measured_and_absent_unless_it_is_asked_for() -
     assert float(measures["loss"].compute()) == pytest.approx(entropy)
     for off in ({"output_router_logits": False}, {"router_aux_loss_coef": 0.0}):
         other = task_of(**off)
-        assert not other.looks_inside
+        assert not other.needs_hidden_states
         assert float(other.training_step(batch, 0)["loss"]) == pytest.approx(entropy, rel=1e-5)
 
 

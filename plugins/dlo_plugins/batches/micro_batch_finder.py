@@ -26,7 +26,7 @@ from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
 from dlo_framework.data import Position, data_parallel_coordinates
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.local_memory import memory_peak, reset_memory_peak, stored_tensors
-from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder, training_loaders
+from dlo_framework.rehearsal import BeforeTraining, Rehearsal, run_folder, training_loaders, trial_steps
 from dlo_framework.strategy_contract import contract_of
 
 FILE = "batch_size.json"
@@ -128,7 +128,7 @@ class MicroBatchFinder(BeforeTraining):
         world_size = data_parallel_coordinates(trainer)[1]
         vote = Vote(trainer.world_size, self.timeout)
         try:
-            with rehearse(trainer) as rehearsal:
+            with trial_steps(trainer) as rehearsal:
                 present, limit, largest, trials = self._search(trainer, rehearsal, vote, world_size)
         finally:
             vote.close()

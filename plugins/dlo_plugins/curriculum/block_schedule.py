@@ -59,7 +59,7 @@ class BlockSchedule(FollowsSteps, PluginCallback, ABC):
         name = type(self).__name__
         self.check_trainer(trainer)
         inside = find_ability(module, LooksInside)
-        if self.replaces_outputs and inside is not None and inside.looks_inside:
+        if self.replaces_outputs and inside is not None and inside.needs_hidden_states:
             raise DloError(
                 f"{name}: the loss must not use outputs of all blocks, got {type(module).__name__} with router logits;"
                 " set output_router_logits: false"

@@ -28,7 +28,7 @@ from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
-from dlo_plugins.parallel.mesh.mesh_simulation import fewest_micro_batches, rehearse_step, simulated_precision
+from dlo_plugins.parallel.mesh.mesh_simulation import dry_run_step, fewest_micro_batches, simulated_precision
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.plan.layout import SIZES, Request, StateFormat
 from dlo_plugins.plan.machine import Machine, load_machine
@@ -333,7 +333,7 @@ class RankVerification:
         strategy = self._strategy(options, mesh.world_size, 1)
         step = repr({**options, "micro_batches": fewest_micro_batches(strategy.pipelining, mesh)})
         if step not in self._dry_runs:
-            rehearse_step(strategy, self._task, mesh, self._datamodule, shortened_only=True)
+            dry_run_step(strategy, self._task, mesh, self._datamodule, shortened_only=True)
             self._dry_runs.add(step)
 
     def _options(self, candidate: Candidate) -> dict[str, Any]:

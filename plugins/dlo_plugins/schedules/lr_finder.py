@@ -30,7 +30,7 @@ from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ShortTrainer, open_run, train_briefly
 from dlo_framework.errors import DloError, OrderlyEnd, check_number
 from dlo_framework.extensions import NamedFunctions
-from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
+from dlo_framework.rehearsal import BeforeTraining, run_folder, trial_steps
 from dlo_framework.run.runs import shown
 from dlo_framework.watch.media import save_figure
 from dlo_framework.watch.summary import RunRecord
@@ -137,7 +137,7 @@ class LRFinder(BeforeTraining):
         sweep = Sweep(self.num_steps, self.beta, self.stop_factor)
         rates = group_rates(trainer)
         quiet = not trainer.is_global_zero or trainer.progress_bar_callback is None
-        with rehearse(trainer) as rehearsal, _Progress(self.num_steps, quiet) as progress:
+        with trial_steps(trainer) as rehearsal, _Progress(self.num_steps, quiet) as progress:
             for rate in sweep_rates(self.min_lr, self.max_lr, self.num_steps):
                 for group, lr in zip(trainer.optimizers[0].param_groups, rescale_rates(rates, rate), strict=True):
                     _set_rate(group, "lr", lr)

@@ -459,7 +459,7 @@ class CausalLM(
         return vocabulary_loss.logits_on_cpu(self.head) if device == "cpu" else vocabulary_loss.ACCELERATOR_LOGITS
 
     @property
-    def looks_inside(self) -> bool:  # type: ignore[override]
+    def needs_hidden_states(self) -> bool:  # type: ignore[override]
         """Whether the loss needs the router logits of all blocks and all tokens."""
         return self._balance is not None
 

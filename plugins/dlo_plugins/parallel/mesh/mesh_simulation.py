@@ -7,7 +7,7 @@ dtypes without values), and the process group is torch's fake one, in which each
 Departure from a run: values are unknown, so the task's loss may be replaced by one with the same communication
 (:func:`substitute_loss`), and each row of a batch is one document.
 
-:func:`rehearse_step` tries a small batch on each distinct rank before processes start. A failure is an error only if
+:func:`dry_run_step` tries a small batch on each distinct rank before processes start. A failure is an error only if
 the same step succeeds on one rank with the uncut model. So an operator without a fake implementation, or a forward that
 branches on values, raises nothing: such a model is checked only partly.
 """
@@ -344,7 +344,7 @@ class Failure:
     is_certain: bool = False
 
 
-def rehearse_step(
+def dry_run_step(
     strategy: Any,
     task: Task,
     spec: MeshSpec,

@@ -523,7 +523,7 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
         DloError: The mesh divides blocks or sequences.
     """
     inside = find_ability(task, LooksInside)
-    if inside is None or not inside.looks_inside:
+    if inside is None or not inside.needs_hidden_states:
         return
     divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
     divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []

@@ -48,7 +48,7 @@ from dlo_plugins.parallel.gathered_dtype import (
 )
 from dlo_plugins.parallel.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.parallel.mesh.mesh_engine import MeshEngine
-from dlo_plugins.parallel.mesh.mesh_simulation import rehearse_step
+from dlo_plugins.parallel.mesh.mesh_simulation import dry_run_step
 from dlo_plugins.parallel.mesh.parallelize import (
     FrozenMesh,
     MeshAppliers,
@@ -203,7 +203,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
         def check_cut() -> None:
             task = options.check(module, datamodule)
             if is_first_process():  # The others would repeat the same work.
-                rehearse_step(self, task, options.spec, datamodule, trains=trains, callbacks=callbacks)
+                dry_run_step(self, task, options.spec, datamodule, trains=trains, callbacks=callbacks)
 
         if options.cuts_model:
             run_check(check_cut)
@@ -589,7 +589,7 @@ class MeshAbilities(PlacesSecondModel, Replicas, SplitsSequences, StepsInBackwar
             if is_first_process():
                 twin = copy.copy(self._strategy)
                 twin.appliers, twin.pipelining = options.appliers, options.pipelining
-                rehearse_step(twin, task, options.spec, datamodule, trains=False)
+                dry_run_step(twin, task, options.spec, datamodule, trains=False)
 
     def place_frozen(
         self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False

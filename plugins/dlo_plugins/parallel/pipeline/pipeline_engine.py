@@ -436,7 +436,7 @@ class Pipeline:
             if keeps_input:
                 result = self._keep_input(step, stage, number, received)
             else:
-                result = self._passage(step, stage, number, received)
+                result = self._run_stage(step, stage, number, received)
             if stage + 1 == self.stages.count:
                 if step.loss is None:
                     SkipCheck(self.model).check_values(result, "a model's output")
@@ -516,7 +516,7 @@ class Pipeline:
             received = received.detach().clone().requires_grad_(received.requires_grad)
         uncaches = contextlib.nullcontext() if builds else uncached(self.device.type)
         with once, torch.set_grad_enabled(builds), uncaches, recomputed_later():
-            result = self._passage(step, stage, number, received)
+            result = self._run_stage(step, stage, number, received)
         needs = self._has_gradient.setdefault(key, result.requires_grad)
         return result.detach().requires_grad_(needs)
 
@@ -525,10 +525,12 @@ class Pipeline:
         _, stage, number = action
         kept = step.inputs.pop((stage, number))
         with self._timed(action), kept.again, self._stream(step, number):
-            result = self._passage(step, stage, number, kept.received, kept.is_counted)
+            result = self._run_stage(step, stage, number, kept.received, kept.is_counted)
         step.saved[stage, number] = kept.received, result
 
-    def _passage(self, step: _Step, stage: int, number: int, received: Tensor | None, is_counted: bool = False) -> Any:
+    def _run_stage(
+        self, step: _Step, stage: int, number: int, received: Tensor | None, is_counted: bool = False
+    ) -> Any:
         key = step.signatures[number]
         if stage > 0 and (stage, key) not in self._shapes:
             self._shapes[stage, key] = step.exchange.get_shapes(stage, key)

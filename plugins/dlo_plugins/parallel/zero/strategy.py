@@ -197,8 +197,8 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
             self.setup_optimizers(trainer)
         if fitting or (self.stage == 3 and self.engine is None):
             self.engine = self._build(communicator, initialise)
-            if self.engine.arrivals is not None:
-                self.engine.arrivals.enabled = not _may_read_weights(trainer, module)
+            if self.engine.gather_overlap is not None:
+                self.engine.gather_overlap.enabled = not _may_read_weights(trainer, module)
         if self.stage == 3:
             for submodule in module.modules():
                 for name, buffer in submodule.named_buffers(recurse=False):
@@ -330,8 +330,8 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
     def _step(self, kind: str) -> Iterator[None]:
         """Gathers the parameters that a step needs from its beginning."""
         gathering = self.engine.gathering if self.engine is not None else None
-        if self.engine is not None and self.engine.arrivals is not None:
-            with self.engine.arrivals.step(kind):
+        if self.engine is not None and self.engine.gather_overlap is not None:
+            with self.engine.gather_overlap.step(kind):
                 yield
             return
         if gathering is None:
@@ -357,8 +357,8 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
                 meet_all(self, f"{hook}, which uses weights", "weights under ZeRO stage 3", f"a use in {hook}")
             self._met.add(hook)
 
-        gathering, arrivals = self._running.gathering, self._running.arrivals
-        with gathering.gather_used(meet) if gathering is not None else arrivals.watch_data():  # type: ignore[union-attr]
+        gathering, gather_overlap = self._running.gathering, self._running.gather_overlap
+        with gathering.gather_used(meet) if gathering is not None else gather_overlap.watch_data():  # type: ignore[union-attr]
             yield
 
     def _free_gathered(self) -> None:
@@ -462,8 +462,8 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy, StepsInBackward, HalfPrecision
     @property
     def nan_hint(self) -> str:
         """Possible cause of a NaN loss where weights are gathered during forward; empty where they are not."""
-        arrivals = self.engine.arrivals if self.engine is not None else None
-        if arrivals is None or not arrivals.enabled or self.world_size == 1:
+        gather_overlap = self.engine.gather_overlap if self.engine is not None else None
+        if gather_overlap is None or not gather_overlap.enabled or self.world_size == 1:
             return ""
         return (
             f"under zero{self.stage}, weights read as NaN outside their block's forward if the first step did not read"

@@ -116,7 +116,7 @@ class ZeroEngine:
     ) -> None:
         self.communicator, self.device, self.options = communicator, device, options
         self.gathering: UnitGatherer | None = None
-        self.arrivals: GatherOverlap | None = None
+        self.gather_overlap: GatherOverlap | None = None
         self._index_params(module, optimizers)
         if options.stage == 3:
             built = self._build_units(module, units, initialise)
@@ -130,7 +130,7 @@ class ZeroEngine:
             self.gathering = UnitGatherer(built, module)
         else:
             self.groups = self._buckets(module)
-            self.arrivals = GatherOverlap(module, units, self.groups)
+            self.gather_overlap = GatherOverlap(module, units, self.groups)
         self._frozen = {self._names[id(p)]: p for p in module.parameters() if not p.requires_grad}
         self._by_name = {name: (group, n) for group in self.groups for n, name in enumerate(group.names)}
         trained = [group for group in self.groups if group.trains]
@@ -278,7 +278,7 @@ class ZeroEngine:
         Raises:
             DloError: Someone has assigned to the ``data`` of a parameter.
         """
-        for group in self.groups if self.arrivals else ():
+        for group in self.groups if self.gather_overlap else ():
             group.check_params()
 
     def before_backward(self, automatic: bool) -> None:
@@ -312,8 +312,8 @@ class ZeroEngine:
             if not any(tensor.requires_grad for tensor in share.stepped_tensors)
             for group in share.groups
         }
-        if self.arrivals:
-            self.arrivals.finish()
+        if self.gather_overlap:
+            self.gather_overlap.finish()
         if self.reducer.enabled:
             self.reducer.begin(accumulated=not self.options.reduces_each)
         if self.gathering:
@@ -363,8 +363,8 @@ class ZeroEngine:
                 f" {shown_names(late)} written; write in training_step, or in on_train_batch_end in stages 1 and 2"
             )
         share.all_gather_params()
-        if self.arrivals:
-            self.arrivals.after_step()
+        if self.gather_overlap:
+            self.gather_overlap.after_step()
         else:
             for group in share.groups:
                 if group.gathered:
@@ -437,8 +437,8 @@ class ZeroEngine:
             group.store_writes()
 
     def _finish_exchanges(self) -> None:
-        if self.arrivals:
-            self.arrivals.finish()
+        if self.gather_overlap:
+            self.gather_overlap.finish()
         for group in self.groups:
             group.finish_copies()
 
@@ -558,7 +558,7 @@ class ZeroEngine:
         for group in self.groups:
             group.dissolve()
         self.reducer.remove()
-        for hooks in (self.gathering, self.arrivals):
+        for hooks in (self.gathering, self.gather_overlap):
             for handle in hooks.handles if hooks else ():
                 handle.remove()
 
