@@ -30,6 +30,7 @@ class Doubling(DDPStrategy):
 
 def on(axes: dict[str, int]) -> MeshStrategy:
     strategy = MeshStrategy(**axes)
+    strategy.parallel_devices = [torch.device("cpu")] * 4
     strategy._groups = MeshGroups(MeshSpec(**{"dp_shard": 1, **axes}), "cpu")
     return strategy
 
