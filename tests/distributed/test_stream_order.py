@@ -99,7 +99,10 @@ class ReadsWeights(Pending):
 
 
 class Foreign(Callback):
-    """Somebody's callback, which may read weights at any time."""
+    """Somebody's callback, which may read weights at any time that it has a hook."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
 
 
 def _overlap(rank: int, world_size: int) -> dict[str, Any]:
