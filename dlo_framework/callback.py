@@ -112,4 +112,4 @@ def needs_gradients(callback: Callback) -> bool:
 
 def drops_gradients(trainer: Trainer) -> bool:
     """Returns whether backward steps and drops the gradients of a run."""
-    return any(traits_of(callback).drops_gradients for callback in callbacks_of(trainer))
+    return any(callback.drops_gradients for callback in callbacks_of(trainer) if isinstance(callback, PluginCallback))

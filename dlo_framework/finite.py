@@ -51,6 +51,7 @@ class FiniteLoss(PluginCallback):
         self._flag = _Flag()
         self._gradient = _Flag()  # of the last step, on an accelerator where nothing has read it yet
         self._looks = False
+        self._has_gradients = False  # of the step itself, when its hook is called
         #: Whether the strategy passes on losses as they are computed, before that of the step is known.
         self._told_by_strategy = False
 
@@ -82,6 +83,7 @@ class FiniteLoss(PluginCallback):
         """Creates the ranks' group, at the same point on all; requests early losses from the strategy."""
         control_group(trainer)
         self._gradient.clear()
+        self._has_gradients = not (drops_gradients(trainer) or _delays(trainer))
         self._looks = self.on_nan != "ignore" and getattr(trainer.precision_plugin, "scaler", None) is None
         stages = contract_of(trainer.strategy).find_ability(Pipelined)
         self._told_by_strategy = self._looks and stages is not None and stages.register_loss_hook(self._flag.look)
@@ -103,7 +105,7 @@ class FiniteLoss(PluginCallback):
         if self._gradient.read():  # The flag stays, so that nothing saves these weights.
             raise mark_agreed(DloError(_message(trainer, _Problem.TAKEN)))
         problem = _Problem.LOSS if self._flag.read() else None
-        if not (drops_gradients(trainer) or _delays(trainer)):
+        if self._has_gradients:
             self._gradient.look(agreed_gradient_norm(trainer, optimizer))
             if self.on_nan == "skip" or self._gradient.is_known:
                 if problem is None and self._gradient.read():

@@ -193,9 +193,7 @@ class RunMonitor(PluginCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
-        if drops_gradients(trainer):
-            return  # Backward has stepped them.
-        if self.gradient_norm and self._completes_window(trainer.global_step + 1):
+        if self.gradient_norm and self._completes_window(trainer.global_step + 1) and not drops_gradients(trainer):
             self._norm = agreed_gradient_norm(trainer, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
