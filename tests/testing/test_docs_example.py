@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "distributed_test.py"
+FILE = Path(__file__).resolve().parents[2] / "examples" / "distributed_test.py"
 
 
 def test_the_example_passes(monkeypatch):
