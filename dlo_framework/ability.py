@@ -18,13 +18,14 @@ A class may also derive from an ability, and so have it, unless `abilities` give
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import ClassVar, TypeVar
 
 from dlo_framework.errors import DloError
 
 
-class Ability:
-    """Base of abilities: the methods and options that its feature uses."""
+class Ability(ABC):
+    """Base of abilities: the methods and options that its feature uses. Who has one must have its abstract methods."""
 
     #: Feature that needs it, which begins the error.
     feature: ClassVar[str]

@@ -51,7 +51,7 @@ class FiniteLoss(PluginCallback):
         self._flag = _Flag()
         self._gradient = _Flag()  # of the last step, on an accelerator where nothing has read it yet
         self._looks = False
-        self._has_gradients = False  # of the step itself, when its hook is called
+        self._has_gradients = False  # whether the gradients in memory before a step are those that it applies
         #: Whether the strategy passes on losses as they are computed, before that of the step is known.
         self._told_by_strategy = False
 

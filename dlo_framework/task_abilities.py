@@ -6,6 +6,7 @@ A feature asks for it by ``task.ability(Resizable)``; see :mod:`dlo_framework.ab
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,7 @@ class CompletesBatches(Ability):
     feature = "training on own samples"
     missing = "it does not generate; use a task that does, or leave on_policy out"
 
+    @abstractmethod
     def complete_batch(
         self,
         batch: Any,
@@ -96,7 +98,6 @@ class CompletesBatches(Ability):
                 weights alone, so that it is the same on any number of ranks.
             multiple: Multiple to which the samples' lengths are padded.
         """
-        raise NotImplementedError
 
 
 class Generates(Ability):
@@ -132,6 +133,7 @@ class Resizable(Ability):
     feature = "dlo prune"
     missing = "it does not say how its model is built in other sizes; derive it from Resizable too"
 
+    @abstractmethod
     def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
         """Returns the arguments of the class that build this task's model with fewer heads, hidden units or blocks.
 
@@ -145,7 +147,6 @@ class Resizable(Ability):
         Raises:
             DloError: if the task cannot build such a model.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -173,33 +174,33 @@ class PrunesChannels(Ability):
     feature = "dlo prune --channels"
     missing = "it does not say which channels may go; derive it from PrunesChannels, or prune heads, hidden or blocks"
 
+    @abstractmethod
     def channel_groups(self) -> list[ChannelGroup]:
         """Returns the channels, with the model built.
 
         Raises:
             DloError: if the task cannot say which, or a layer stands in the way.
         """
-        raise NotImplementedError
 
 
 class CompileTarget(Ability):
     """A step that calls a submodule of the model: the unit of compilation if the full model is compiled."""
 
+    @abstractmethod
     def compile_target(self) -> nn.Module:
         """Returns the submodule that `forward` runs in place of `self.model`."""
-        raise NotImplementedError
 
 
 class BoundsLogits(Ability):
     """A loss that does not keep all logits at once, for estimates of memory."""
 
+    @abstractmethod
     def max_logits(self, device: str) -> int | None:
         """Returns the number of logits that the loss keeps at once; None for all.
 
         Args:
             device: Type of the device, such as `cpu`.
         """
-        raise NotImplementedError
 
 
 class LooksInside(Ability):
@@ -214,23 +215,24 @@ class LooksInside(Ability):
 class KeepsBuffers(Ability):
     """Buffers that keep their dtype under `precision: bf16-true` and `16-true`."""
 
+    @abstractmethod
     def full_precision_buffers(self) -> Sequence[str]:
         """Returns their names."""
-        raise NotImplementedError
 
 
 class FreezesUnused(Ability):
     """An option that freezes the parameters which get no gradient."""
 
     @property
+    @abstractmethod
     def freezes_unused(self) -> str:
         """Fix in errors about such parameters, in the imperative; empty for the general one."""
-        raise NotImplementedError
 
 
 class ReadsPlacedWeights(Ability):
     """Trained weights that the task reads after `configure_model`, each rank its shards."""
 
+    @abstractmethod
     def read_placed_weights(self, shards: Mapping[str, Any], *, replaced: bool) -> None:
         """Reads the weights of a second model of a run that was built on the meta device.
 
@@ -238,7 +240,6 @@ class ReadsPlacedWeights(Ability):
             shards: This rank's shards of the task's state, by name, to be filled.
             replaced: Whether a checkpoint's weights are loaded next, so that none need to be read.
         """
-        raise NotImplementedError
 
 
 #: Abilities by the members that a Task had itself before version 0.3.
@@ -257,7 +258,7 @@ def adopt_abilities(task_class: type) -> None:
     """Adds the abilities to a class's bases whose methods it overrides without deriving from them, with a warning."""
     for name in [name for name in vars(task_class) if name in _BY_MEMBER]:
         kind = _BY_MEMBER[name]
-        if issubclass(task_class, kind) or (name == "generates" and not vars(task_class)[name]):
+        if kind in task_class.__mro__ or (name == "generates" and not vars(task_class)[name]):
             continue
         task_class.__bases__ = (*task_class.__bases__, kind)
         if name == "called":

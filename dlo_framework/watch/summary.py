@@ -32,9 +32,9 @@ from dlo_framework.watch.state_bytes import StateReport, TrafficReport
 
 
 class ModelTable(ModelSummary):
-    """Lightning's table of a model's parts, where a run's own start has one; without columns that say nothing.
+    """Table of a model's parts at the start of a run, in place of Lightning's default one.
 
-    Lightning (2.6) counts FLOPs of ``example_input_array`` alone, and else shows 0: RunMonitor logs a step's.
+    Lightning (2.6) shows FLOPs of 0 unless the module has an ``example_input_array``. RunMonitor logs those of a step.
     """
 
     @staticmethod

@@ -34,6 +34,9 @@ def test_it_says_how_it_goes_and_where_to_look(trained):
     assert re.search(r"epoch (\d+)/\1 batch \d+: loss [\d.]+, lr [\d.e-]+, [\d,]+ samples/s, .*val_acc1 0\.\d+", last)
     assert "tensorboard --logdir runs/quickstart" in done.stdout
     assert summary["best_checkpoint"] in done.stdout
+    assert "678,442 parameters, 678,442 of them train, 2.7 MB" in done.stdout
+    assert "FLOPs" not in done.stdout
+    assert len(done.stdout.partition("\n\n")[2].splitlines()) <= 24, "the end of a run fits a terminal"
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
 

@@ -9,7 +9,7 @@ from torch import nn
 from dlo_framework.ability import Ability, HasAbilities
 from dlo_framework.distributed.strategy import SingleProcessStrategy
 from dlo_framework.errors import DloError
-from dlo_framework.strategy_abilities import ArrangesRanks, Pipelined, Replicas, full_sequences
+from dlo_framework.strategy_abilities import ArrangesRanks, Pipelined, Replicas, StepsInBackward, full_sequences
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of, data_share
 
 
@@ -90,3 +90,11 @@ def test_an_ability_is_declared_or_refused_with_its_reason() -> None:
     with pytest.raises(DloError, match="DiLoCo does not support DDPStrategy: it has 1 copy; use ddp"):
         contract_of(strategy).ability(Copies, "DiLoCo")
     assert contract_of(strategy).find_ability(Copies) is None
+
+
+def test_an_ability_without_its_method_is_refused_when_the_strategy_is_made() -> None:
+    class Forgetful(DDPStrategy, StepsInBackward):
+        pass
+
+    with pytest.raises(TypeError, match="watch_gradients"):
+        Forgetful()

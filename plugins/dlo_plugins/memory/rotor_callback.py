@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dlo_framework.agreement import gather_then_scatter
 from dlo_framework.batches import tree_leaves
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of, traits_of
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import recompute, undo_recompute
 from dlo_framework.strategy_abilities import BlocksInPlace, Pipelined
@@ -31,10 +31,7 @@ from dlo_framework.task import inner_model, model_and_plan
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.compile.callback import check_block_scope
-from dlo_plugins.curriculum.sequence_length import SequenceLength
-from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.memory.activation_checkpoint import contexts_for
 from dlo_plugins.memory.block_survey import AllocationLog, BlockSurvey
 from dlo_plugins.memory.planning import (
@@ -176,10 +173,9 @@ class Rotor(PluginCallback):
 
         The ranks vote in each batch if a callback may change their sizes: a survey on some of them would not end.
         """
-        is_larger, changing = size > self._measured_bytes, DynamicBatchSize | ProgressiveResizing | SequenceLength
-        grows = is_larger
+        grows = is_larger = size > self._measured_bytes
         if trainer.world_size > 1:
-            changes = any(isinstance(one, changing) for one in trainer.callbacks)  # type: ignore[attr-defined]
+            changes = any(traits_of(callback).changes_batch_shapes for callback in callbacks_of(trainer))
             grows = changes and trainer.strategy.reduce_boolean_decision(is_larger)
         if grows:
             self._begin_survey(trainer, pl_module)
