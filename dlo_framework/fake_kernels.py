@@ -27,14 +27,11 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from dlo_framework.batches import tree_leaves
 
 #: Dict of a module, key there, and tensor.
 TensorPlace = tuple[dict[str, Any], str, Tensor]
-#: Attributes of a module with its tensors and parts.
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 #: Errors of a forward that cannot run without values; they do not show a fault of the model.
 UNSUPPORTED = (
     DataDependentOutputException,
@@ -70,6 +67,14 @@ class FakeMode(FakeTensorMode):
     def avoid_device_init(self) -> bool:
         """Whether this machine lacks devices to initialise."""
         return super().avoid_device_init
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Mode in which `copy.deepcopy` does not copy tensors, wherever an object has them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function of torch."""
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -156,11 +161,8 @@ def fake_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
         module: Module on any device.
         dtype: Dtype of its floating-point tensors; by default their own.
     """
-    shared = [tensor for _, _, tensor in tensor_places(module)]
-    for part in module.modules():
-        own_values = {name: value for name, value in vars(part).items() if name not in _REGISTERED}
-        shared += [value for value in tree_leaves(own_values) if isinstance(value, Tensor)]
-    own = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    with _SharedTensors():
+        own = copy_modules(module)
     for entries, key, tensor in fake_places(tensor_places(own), dtype):
         entries[key] = tensor
     return own

@@ -274,7 +274,7 @@ def signalled(dlo, strategy: str, name: str, to: str, signum: int, times: int = 
     before = time.monotonic()
     for _ in range(times):
         for pid in targets:
-            subprocess.run(["kill", f"-{signum}", str(pid)], check=True)
+            os.kill(pid, signum)
         time.sleep(0.1)
     _, err = process.communicate(timeout=15)
     seconds = time.monotonic() - before

@@ -274,41 +274,36 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path, cases: list[A
 def _elsewhere(rank: int, world_size: int, folder: Path) -> list[Any]:
     """Goes on from two ranks' checkpoints in other ways, and says what was warned of."""
     found = []
-    for optimizer, method, strategy, name in (
-        ("one_bit_adam", "one_bit", "ddp", "one_bit_adam"),
-        ("one_bit_adam", "bf16", "ddp", "one_bit_adam"),
-        ("adamw", None, ZeroStrategy(2), "one_bit_adam"),
-        ("adamw", "powersgd", "ddp", "powersgd"),
-        ("one_bit_adam", "one_bit", "ddp", "adamw"),
+    for optimizer, method, name in (
+        ("one_bit_adam", "one_bit", "one_bit_adam"),
+        ("one_bit_adam", "bf16", "one_bit_adam"),
+        ("adamw", "powersgd", "powersgd"),
     ):
         settings = {"start_step": 3} if method == "powersgd" else {}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             module, _ = train(
-                optimizer, method, settings=settings, strategy=strategy, resume=folder / name, steps=30, seed=5
+                optimizer, method, settings=settings, strategy="ddp", resume=folder / name, steps=30, seed=5
             )
         told = [str(warning.message) for warning in caught if "compression errors" in str(warning.message)]
-        equal = not isinstance(strategy, str) or same_on_all_ranks(module)
-        found.append((told, equal, module.losses[0], sum(module.losses[-5:]) / 5))
+        found.append((told, same_on_all_ranks(module), module.losses[0], sum(module.losses[-5:]) / 5))
     return found
 
 
 def _checkpoints(rank: int, world_size: int, folder: Path) -> None:
     train("one_bit_adam", "one_bit", steps=FREEZE + 6, save=folder / "one_bit_adam")
-    train("adamw", None, steps=FREEZE + 6, save=folder / "adamw")
     train("adamw", "powersgd", settings={"start_step": 3}, steps=FREEZE + 6, save=folder / "powersgd")
 
 
 @pytest.mark.slow
-def test_other_ranks_strategies_and_optimizers_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_other_ranks_and_methods_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     run_distributed(_checkpoints, 2, tmp_path)
     for number, of_rank in enumerate(run_distributed(_elsewhere, 4, tmp_path)):
         told = [text for text, *_ in of_rank]
         if number == 0:
             assert "ranks was 2 and is 4" in told[0][0]
             assert "it is one_bit's" in told[1][0]
-            assert "ranks was 2 and is 4" in told[3][0]
-            assert told[2] == told[4] == []
+            assert "ranks was 2 and is 4" in told[2][0]
         for _, equal, first, last in of_rank:
             assert equal
             assert first < 2.0  # Not from the start, which is ln 10 and more.

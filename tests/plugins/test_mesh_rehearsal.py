@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework import Task
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import grouped_mm
+from dlo_framework.fake_kernels import fake_copy, fake_tensors, grouped_mm
 from dlo_framework.plan import Applier, ParallelPlan, Phase, Rule
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
@@ -249,6 +250,17 @@ def test_a_rank_without_the_tied_embedding_knows_what_it_receives() -> None:
     """It holds neither of the names of a weight that is tied between the first and the last stage."""
     task = causal("llama", tie_word_embeddings=True, num_hidden_layers=4)
     strategy_of(4, pp=4, micro_batches=4).check_model(task, Windows())
+
+
+def test_a_copy_with_fake_tensors_shares_what_objects_hold():
+    """Copying a tensor in a `FakeTensorMode` raises where it is on the meta device."""
+    module = nn.Linear(2, 3)
+    module.held = [SimpleNamespace(tensor=torch.ones(3, device="meta"))]
+    with fake_tensors():
+        copied = fake_copy(module)
+        assert copied(torch.ones(1, 2)).shape == (1, 3)
+    assert copied.held[0] is not module.held[0]
+    assert copied.held[0].tensor is module.held[0].tensor
 
 
 def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
