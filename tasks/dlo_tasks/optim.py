@@ -185,7 +185,9 @@ def configure(task: Any, optimizer: Optimizer) -> OptimizerLRScheduler:
     if parameters := training_parameters(task):
         optimizer.add_param_group({"params": parameters, "name": "training_modules", "lr_scale": 1.0})
     return scheduled(
-        *(optimizer, task._trainer, task.schedule),
+        optimizer,
+        task._trainer,
+        task.schedule,
         scaling=task.lr_scaling,
         warmup_epochs=task.warmup_epochs,
         warmup_steps=task.warmup_steps,

@@ -365,11 +365,9 @@ def folder_weight(weight: Tensor, scheme: Scheme, group_size: int) -> Tensor:
     grid = affine_grid(weight, scheme.bits, group_size)
     assert grid.offset is not None
     scale, offset = (part.squeeze(-1).to(weight.dtype) for part in (grid.scale, grid.offset))  # [N, G]
-    found = (levels(weight, grid) - grid.middle).to(torch.int8)
+    codes = (levels(weight, grid) - grid.middle).to(torch.int8)
     # Its value is (level - zero) * scale, and ours level * scale + offset.
-    return IntxUnpackedToInt8Tensor(
-        *(found, scale, -offset / scale, _INT4, [1, group_size], weight.dtype, None),
-    )
+    return IntxUnpackedToInt8Tensor(codes, scale, -offset / scale, _INT4, [1, group_size], weight.dtype, None)
 
 
 def folder_config(scheme: Scheme, group_size: int, device: torch.device) -> Any:

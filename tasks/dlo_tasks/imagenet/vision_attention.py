@@ -72,7 +72,10 @@ class _MaskedCalls(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return masked_attention(
                 self.module.__dict__[_KERNEL],
-                *(query.to(value.dtype), key.to(value.dtype), value, mask),
+                query.to(value.dtype),
+                key.to(value.dtype),
+                value,
+                mask,
                 heads=find_heads(self.module),
                 scale=scale,
                 dropout=dropout_p,

@@ -597,8 +597,14 @@ class CausalLM(
             with full_sequences(contract_of(self.trainer.strategy)):
                 model: Any = self.model
                 self.samples = complete_texts(
-                    *(model, self.prompts, self.sampling, self.tokenizer, self._together, self.logit_softcap),
-                    *(contract_of(self.trainer.strategy).find_ability(Pipelined), self._root_device),
+                    model,
+                    self.prompts,
+                    self.sampling,
+                    self.tokenizer,
+                    self._together,
+                    self.logit_softcap,
+                    contract_of(self.trainer.strategy).find_ability(Pipelined),
+                    self._root_device,
                 )
 
     def _complete_ids(self, ids: Tensor, mask: Tensor, sampling: Sampling, draws: Tensor | None = None) -> Tensor:

@@ -129,7 +129,9 @@ class PreferenceData(TextData):
         if not len(documents):
             raise DloError(f"preferences must have at least one pair of different answers, got none in {files[0]}")
         return lay_out_preferences(
-            *(store, documents, files),
+            store,
+            documents,
+            files,
             unpaired=self.unpaired,
             seq_len=self.seq_len,
             packing=self.packing,

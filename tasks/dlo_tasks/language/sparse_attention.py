@@ -233,7 +233,11 @@ def attention_forward(
         documents = None if attention_mask.numel() == 0 else attention_mask[:, 0, 0]
         out = masked_attention(
             module.__dict__[_KERNEL],
-            *(query, key, value, mask, documents),
+            query,
+            key,
+            value,
+            mask,
+            documents,
             heads=heads,
             scale=scaling,
             dropout=dropout,

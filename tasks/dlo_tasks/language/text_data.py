@@ -310,7 +310,9 @@ class TextData(ResumableDataModule):
             files: Source files, for error messages.
         """
         return lay_out_samples(
-            *(store, documents, files),
+            store,
+            documents,
+            files,
             seq_len=self.seq_len,
             packing=self.packing,
             long_samples=self.long_samples,

@@ -61,7 +61,8 @@ class VocabularyHead:
         if self.shard is None:
             logits = self.logits(hidden)
             found = F.cross_entropy(
-                *(logits, targets),
+                logits,
+                targets,
                 ignore_index=IGNORE_INDEX,
                 reduction="none" if per_token else "sum",
                 label_smoothing=terms.label_smoothing,

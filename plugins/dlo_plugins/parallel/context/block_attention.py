@@ -196,10 +196,9 @@ def _cudnn_forward(b: Block) -> Any:
 
 
 def _cudnn_backward(b: Block, r: Result) -> Any:
-    state = _no_random_state(b.q)
+    saved = b.q, b.k, b.v, r.out, r.lse.contiguous()[..., None], *_no_random_state(b.q)
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        *(r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous()[..., None], *state, None, *b.lengths, 0.0, b.causal),
-        scale=b.score.scale,
+        r.grad, *saved, None, *b.lengths, 0.0, b.causal, scale=b.score.scale
     )
 
 
@@ -220,10 +219,10 @@ def _efficient_backward(b: Block, r: Result) -> Any:
     lse = F.pad(r.lse, (0, -r.lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
     # The kernel reads the output in the strides of its own forward's, [B, S, H, E], whatever those of the tensor are.
     out = r.out.transpose(1, 2).contiguous().transpose(1, 2)
+    saved = b.q, b.k, b.v, b.bias(heads=True), out, lse, *_no_random_state(b.q)
     needed = [True, True, True, False]
     return _aten._scaled_dot_product_efficient_attention_backward(
-        *(r.grad, b.q, b.k, b.v, b.bias(heads=True), out, lse, *_no_random_state(b.q), 0.0, needed, b.causal),
-        scale=b.score.scale,
+        r.grad, *saved, 0.0, needed, b.causal, scale=b.score.scale
     )
 
 

@@ -315,7 +315,9 @@ class CutIntoStages(Applier):
         """Cuts a model in place, and notes on its layout which tensors other stages have."""
         pipelining, layout = self._options.pipelining, get_layout(module)
         self.pipeline = pipeline = Pipeline(
-            *(module, plan, mesh["pp"].get_group()),
+            module,
+            plan,
+            mesh["pp"].get_group(),
             schedule=pipelining.schedule,
             stages_per_rank=pipelining.stages_per_rank,
             split=self._split,

@@ -253,7 +253,11 @@ class PipelinedTask(Pipelined):
         set_scale(seed / len(parts))
         self._evaluated, trainer = 0, self.task._trainer
         total = self.pipeline.train_step(
-            *(parts, self._forward, self.task.loss, weights, seed),
+            parts,
+            self._forward,
+            self.task.loss,
+            weights,
+            seed,
             stream=0 if trainer is None else trainer.fit_loop.total_batch_idx,
             sum_tied=False,
             accumulates=accumulates,

@@ -237,7 +237,9 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
             param_dtype = options.policy.param_dtype
             computed = size or 4 if param_dtype is None else param_dtype.itemsize
         return describe_mesh(
-            *(task, plan, spec),
+            task,
+            plan,
+            spec,
             sequence_parallel=self.appliers.tensor.sequence_parallel,
             schedule=pipelining.schedule,
             stages_per_rank=pipelining.stages_per_rank,

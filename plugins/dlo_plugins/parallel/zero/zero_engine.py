@@ -182,7 +182,9 @@ class ZeroEngine:
         if self.options.sent_dtype is not None and dtype.itemsize > 2 and not dtype.is_complex:
             reduced = self.options.sent_dtype
         return FlatGroup(
-            *(named, self.communicator, self.device),
+            named,
+            self.communicator,
+            self.device,
             keep_full=not stage3,
             step_device=step_device,
             shard_device=shard_device,
