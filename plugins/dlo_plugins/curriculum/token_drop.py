@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from dlo_framework.batches import chosen_tokens
+from dlo_framework.batches import chosen_tokens, rebuild
 from dlo_framework.data.sampler import hash64
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.recompute import has_backward
@@ -244,9 +244,7 @@ def select_arguments(kwargs: Mapping[str, Any], index: Tensor, length: int, rows
             before = torch.cat([kept.new_zeros(1), kept.repeat(rows).cumsum(0, dtype=torch.int32)])
             found[key] = before[value.long()]
         elif isinstance(value, tuple):
-            parts = [_select(key, part, index, length, name) for part in value]
-            # A named tuple keeps its class.
-            found[key] = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            found[key] = rebuild(value, [_select(key, part, index, length, name) for part in value])
         else:
             found[key] = _select(key, value, index, length, name)
     return found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlo_framework.batches import tree_flatten, tree_map
+from dlo_framework.batches import rebuild, tree_flatten, tree_map
 
 #: Call that replaces a module's own: it gets the own call, and the arguments.
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -89,8 +89,7 @@ class _Noted(Tensor):
                 value.__dict__["check"].note_use(getattr(func, "__name__", str(func)))
                 return value.__dict__["own"]
             if isinstance(value, list | tuple):
-                items = [replace(item) for item in value]
-                return items if isinstance(value, list) else _rebuilt(value, items)
+                return rebuild(value, [replace(item) for item in value])
             return {key: replace(item) for key, item in value.items()} if isinstance(value, dict) else value
 
         return func(*replace(tuple(args)), **replace(kwargs or {}))
@@ -179,8 +178,3 @@ def is_same(one: Any, other: Any) -> bool:
     """Returns whether two arguments are one object, or equal numbers or strings."""
     plain = int | float | str | bool | torch.dtype | torch.device
     return one is other or (isinstance(one, plain) and type(one) is type(other) and one == other)
-
-
-def _rebuilt(value: Any, items: list[Any]) -> Any:
-    """Returns a tuple, or a named tuple, of other items."""
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from dlo_framework.ability import find_ability
-from dlo_framework.batches import batch_size, slice_batch
+from dlo_framework.batches import batch_size, rebuild, slice_batch
 from dlo_framework.data.description import DataDescription
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.precision import wide_dtype
@@ -562,8 +562,7 @@ def concat_batches(parts: list[Any], weights: Sequence[float]) -> Any:
         values = {key: concat_batches([part[key] for part in parts], weights) for key in first}
         return values if type(first) is dict else type(first)(**values)
     if isinstance(first, list | tuple):
-        items = [concat_batches(list(items), weights) for items in zip(*parts, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return rebuild(first, [concat_batches(list(items), weights) for items in zip(*parts, strict=True)])
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first) if field.init]
         return dataclasses.replace(
