@@ -106,6 +106,12 @@ def _within_epoch(trainer: Trainer, done: int) -> float:
     return done / batches if batches and math.isfinite(batches) else 0.0
 
 
+def loader_batch_size(trainer: Trainer) -> int | None:
+    """Returns the samples of a rank's batch by the training loader; None if the loader does not say."""
+    size = getattr(trainer.train_dataloader, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
 def planned_batches(trainer: Trainer) -> list[Span] | None:
     """Returns the batches of the current epoch if the loader plans batches of changing size, else None."""
     sampler: Any = getattr(getattr(trainer, "train_dataloader", None), "batch_sampler", None)

@@ -27,6 +27,7 @@ from dlo_framework.progress import (
     RunPosition,
     any_percentage,
     check_max_epochs,
+    loader_batch_size,
     parse_position,
     planned_batches,
     refresh_epoch_length,
@@ -227,8 +228,8 @@ class DynamicBatchSize(PluginCallback):
 
     def _plan_for_fixed_batches(self, trainer: Trainer) -> None:
         """Prepares for a loader with batches of a fixed size, where accumulation does all the growth."""
-        per_rank, batches = getattr(trainer.train_dataloader, "batch_size", None), trainer.num_training_batches
-        if not isinstance(per_rank, int) or not math.isfinite(batches):
+        per_rank, batches = loader_batch_size(trainer), trainer.num_training_batches
+        if per_rank is None or not math.isfinite(batches):
             raise DloError(
                 "DynamicBatchSize: the training loader must have a batch_size and a length, got"
                 f" batch_size {per_rank} and {batches} batches; use a DataLoader with both, or a dlo datamodule"

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
-from dlo_framework.data import Position, data_parallel_coordinates
+from dlo_framework.data import Position, ResumableLoader, data_parallel_coordinates
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.local_memory import memory_peak, reset_memory_peak, stored_tensors
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, run_folder, training_loaders, trial_steps
@@ -217,10 +217,9 @@ def _communicates(trainer: Trainer) -> str | None:
 def _fix_image_size(epochs: int, trainer: Trainer) -> None:
     """Makes the loaders use the image size after a number of epochs, until the rehearsal ends."""
     for loader in training_loaders(trainer):
-        sampler = getattr(loader, "batch_sampler", None)
-        size_at = getattr(sampler, "image_size_at", None)
-        if sampler is not None and size_at is not None:
-            sampler.image_size_at = partial(_size_after, size_at, epochs)
+        sampler = loader.batch_sampler if isinstance(loader, ResumableLoader) else None
+        if sampler is not None and sampler.image_size_at is not None:
+            sampler.image_size_at = partial(_size_after, sampler.image_size_at, epochs)
 
 
 def _size_after(size_at: Callable[[Position], int], epochs: int, at: Position) -> int:

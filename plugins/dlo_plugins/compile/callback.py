@@ -30,6 +30,7 @@ from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.costs import FlopCounter, is_compiled
 from dlo_framework.distributed.optimizer_steps import IMPLEMENTATIONS, StepOverride, take_bare_step
 from dlo_framework.errors import DloError, check_choice, check_number
+from dlo_framework.progress import loader_batch_size
 from dlo_framework.strategy_abilities import BlocksInPlace, SeparateParameters, SeparateSteps
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
@@ -391,8 +392,8 @@ def is_partial(trainer: Trainer, batch: Any) -> bool:
     """
     if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         return False
-    full = getattr(trainer.train_dataloader, "batch_size", None)
-    return isinstance(full, int) and batch_size(batch) < full
+    full = loader_batch_size(trainer)
+    return full is not None and batch_size(batch) < full
 
 
 def _set_cache(folder: str | None) -> None:

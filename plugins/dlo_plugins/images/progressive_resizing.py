@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, replace_entries
-from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
+from dlo_framework.data import Position, ResumableDataModule, ResumableLoader, data_parallel_coordinates
 from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError, check_number, check_one_of
 from dlo_framework.models.model_sizes import accept_any_size, check_sizes, size_multiple
@@ -29,6 +29,7 @@ from dlo_framework.progress import (
     RunPosition,
     any_percentage,
     check_max_epochs,
+    loader_batch_size,
     parse_position,
     value_at,
 )
@@ -209,16 +210,13 @@ class ProgressiveResizing(BatchTransform):
                 "ProgressiveResizing: the training loader must have a length, got none;"
                 " set trainer.limit_train_batches to the number of batches that make up an epoch"
             )
-        per_rank = getattr(trainer.train_dataloader, "batch_size", None)
-        per_rank = per_rank if isinstance(per_rank, int) else batch_size(batch)
-        self._global_batch = per_rank * data_parallel_coordinates(trainer)[1]
+        self._global_batch = (loader_batch_size(trainer) or batch_size(batch)) * data_parallel_coordinates(trainer)[1]
 
     def _position(self, trainer: Trainer, batches: int) -> Position:
         """Returns the position of the batch that follows ``batches`` batches of its epoch."""
         loader = trainer.train_dataloader
-        known = getattr(loader, "position", None)
-        if isinstance(known, Position):
-            return known
+        if isinstance(loader, ResumableLoader):
+            return loader.position
         size = self._global_batch
         return Position(trainer.current_epoch, batches * size, int(trainer.num_training_batches) * size)
 

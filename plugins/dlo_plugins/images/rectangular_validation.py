@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.data import ResumableLoader
+from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.models.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
@@ -100,7 +101,7 @@ class RectangularValidation(PluginCallback):
             )
         loader: ResumableLoader = datamodule.rectangular_val_dataloader(multiple, self.max_ratio)
         shapes = sorted(loader.batch_sampler.shapes, key=lambda sides: sides[1] / sides[0])  # type: ignore[attr-defined]
-        base = getattr(datamodule, "image_size", shapes[0][0])
+        base = DataDescription(datamodule).image_size or shapes[0][0]
         check_sizes(pl_module, [shapes[0], shapes[-1]], (base, base))
         self._loader, self._multiple = loader, multiple
 

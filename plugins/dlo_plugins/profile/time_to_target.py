@@ -21,7 +21,7 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import batch_size
 from dlo_framework.callback import PluginCallback
 from dlo_framework.errors import DloError, check_choice
-from dlo_framework.progress import epochs_seen
+from dlo_framework.progress import epochs_seen, loader_batch_size
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.watch.media import log_scalars
 from dlo_framework.watch.monitor import check_logged, check_validates, data_parallel_size
@@ -145,9 +145,8 @@ class TimeToTarget(PluginCallback):
 
     def _log_start(self, trainer: Trainer) -> None:
         self._log(trainer, "init_start", time_s=self._built[0])
-        batch = getattr(trainer.train_dataloader, "batch_size", None)
-        steps = trainer.accumulate_grad_batches
-        if isinstance(batch, int):
+        batch, steps = loader_batch_size(trainer), trainer.accumulate_grad_batches
+        if batch is not None:
             self._log(trainer, "global_batch_size", batch * self._world * steps)
         self._log(trainer, "gradient_accumulation_steps", steps)
         seed = os.environ.get("PL_GLOBAL_SEED")
