@@ -32,6 +32,10 @@ class PluginCallback(Callback):
     needs_gradients: bool | None = None
     #: Whether gradients are stepped and dropped during backward, so that no hook finds them.
     drops_gradients = False
+    #: Option that needs one step of all gradients: its rule, its value and the fix; "" without one.
+    needs_full_step = ""
+    #: Whether it replaces the products of layers by others, which only one callback can do.
+    replaces_products = False
     #: Whether ranks must have equal weights and gradients in each step, which copies under DiLoCo have not.
     needs_equal_copies = False
     #: Whether it changes the shapes of batches during a run.

@@ -46,6 +46,10 @@ class FiniteLoss(PluginCallback):
         check_choice("FiniteLoss: on_nan", on_nan, ("stop", "skip", "ignore"))
         check_number("FiniteLoss: max_skipped", max_skipped, "at least 1")
         self.on_nan, self.max_skipped = on_nan, max_skipped
+        if on_nan == "skip":
+            self.needs_full_step = (
+                "on_nan of FiniteLoss must be stop or ignore, got skip, which would come after the step"
+            )
         self.skipped = 0
         self._in_a_row = 0
         self._flag = _Flag()

@@ -122,6 +122,11 @@ class Compile(PluginCallback):
         self.cache_dir = cache_dir
         self.loss = loss
         self.optimizer = optimizer
+        if optimizer:
+            self.needs_full_step = (
+                "optimizer of Compile must be false, got true, which compiles one step of all tensors; leave one of the"
+                " two out"
+            )
         self.tally = CompileLog()
         self._parts: dict[str, nn.Module] = {}
         self._calls: list[Callable[..., Any] | None] = []

@@ -20,10 +20,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.callback import PluginCallback, needs_gradients
+from dlo_framework.callback import PluginCallback, callbacks_of, needs_gradients, traits_of
 from dlo_framework.distributed.optimizer_steps import overriding_update
 from dlo_framework.errors import DloError
-from dlo_framework.finite import FiniteLoss
 from dlo_framework.strategy_abilities import StepsInBackward
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.parallel.optimizer_probe import changed_settings, probe_optimizer
@@ -163,16 +162,9 @@ class OptimizerInBackward(PluginCallback):
             )
         if module.__class__.on_before_optimizer_step is not LightningModule.on_before_optimizer_step:
             _refuse_reader(type(module).__name__)
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(other, FiniteLoss) and other.on_nan == "skip":
-                raise DloError(
-                    f"{_SELF}: on_nan of FiniteLoss must be stop or ignore, got skip, which would come after the step"
-                )
-            if getattr(other, "optimizer", None) is True and type(other).__name__ == "Compile":
-                raise DloError(
-                    f"{_SELF}: optimizer of Compile must be false, got true, which compiles one step of all tensors;"
-                    " leave one of the two out"
-                )
+        for other in callbacks_of(trainer):
+            if traits_of(other).needs_full_step:
+                raise DloError(f"{_SELF}: {traits_of(other).needs_full_step}")
             if needs_gradients(other):
                 _refuse_reader(type(other).__name__)
 

@@ -131,6 +131,7 @@ class Quantise(PluginCallback):
         check_torchao()
         check_choice("Quantise: when", when, WHEN)
         found = find_scheme(scheme)
+        self.replaces_products = when == "aware"
         self.when, self.export, self.reports = when, tuple(export or ()), report
         self.start = parse_position(start, "Quantise: start", in_samples=False)
         if found.activations == "static" and when == "aware":

@@ -44,7 +44,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of, traits_of
 from dlo_framework.data.description import run_datamodule
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.models.autocast import autocast_dtype, no_autocast
@@ -105,6 +105,8 @@ class LowPrecision(PluginCallback):
     Raises:
         DloError: An option is invalid, or the device has no kernels for the scheme.
     """
+
+    replaces_products = True
 
     def __init__(
         self,
@@ -197,10 +199,8 @@ class LowPrecision(PluginCallback):
             self.scheme.check("LowPrecision", trainer.strategy.root_device, others, also)
 
     def _check_callbacks(self, trainer: Trainer) -> None:
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            is_second = isinstance(other, LowPrecision) and other is not self
-            # By its name: its module imports torchao, which int8 does not need.
-            if is_second or (type(other).__name__ == "Quantise" and getattr(other, "when", "") == "aware"):
+        for other in callbacks_of(trainer):
+            if other is not self and traits_of(other).replaces_products:
                 raise DloError(
                     f"LowPrecision must be the only callback that replaces the layers' products, got"
                     f" {type(other).__name__} too; leave one of the two out"
