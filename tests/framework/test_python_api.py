@@ -292,15 +292,18 @@ SCRIPT = f"""
 """
 
 
-@pytest.mark.parametrize("launcher", [[], pytest.param(["torchrun"], marks=pytest.mark.slow)])
-def test_a_script_starts_ranks(net, launcher):
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("launcher", [None, *(pytest.param(words, marks=pytest.mark.slow) for words in ([], TORCHRUN))])
+def test_a_script_starts_ranks(net, dlo, launcher):
     Path("train.py").write_text(SCRIPT)
-    start = [sys.executable, "train.py"]
-    if launcher:
-        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=250)
-    assert done.returncode == 0, done.stderr
+    if launcher is None:
+        dlo("train.py")
+    else:
+        start = [sys.executable, *launcher, "train.py"]
+        done = subprocess.run(start, capture_output=True, text=True, env=dlo.environment(), timeout=250)
+        assert done.returncode == 0, done.stderr
     first, second = (Path(f"rank-{rank}").read_text() for rank in range(2))
     assert first == second
     folder, loss = first.split()

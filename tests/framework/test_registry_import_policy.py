@@ -1,14 +1,16 @@
 """What a config may name, asked of the registry and of jsonargparse itself."""
 
-import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from jsonargparse import ArgumentParser, set_parsing_settings
+from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
+from dlo_framework.testing import run_distributed
 
 
 @pytest.mark.parametrize(
@@ -35,29 +37,25 @@ def test_the_rest_is_refused_with_a_way_out(path: str, fix: str) -> None:
         Registry().allow_class_path(path)
 
 
-PARSE = """
-import json, sys
-from lightning.pytorch import Callback
-from jsonargparse import ArgumentParser, set_parsing_settings
-from dlo_framework.registry import Registry
-
-registry = Registry()
-registry.load_user_module("./ip_mine.py")
-set_parsing_settings(
-    import_path_denylist=registry.denied_import_paths(),
-    import_path_allowlist=registry.allowed_import_paths(),
-)
-parser = ArgumentParser(exit_on_error=False)
-parser.add_argument("--callback", type=Callback)
-for class_path in json.loads(sys.argv[1]):
-    try:
-        parsed = parser.parse_object({"callback": {"class_path": class_path}})
-        said = type(parser.instantiate(parsed).callback).__name__
-    except Exception as error:
-        said = "refused" if "is not allowed" in str(error) else repr(error)
-    print(json.dumps([class_path, said]))
-print(json.dumps(["imported", "ip_other" in sys.modules]))
-"""
+def _parse(rank: int, world_size: int, folder: Path, class_paths: list[str]) -> dict[str, str | bool]:
+    """Returns what jsonargparse makes of each path, in a process whose settings of the parser are its own."""
+    os.chdir(folder)
+    registry = Registry()
+    registry.load_user_module("./ip_mine.py")
+    set_parsing_settings(
+        import_path_denylist=registry.denied_import_paths(),
+        import_path_allowlist=registry.allowed_import_paths(),
+    )
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    found: dict[str, str | bool] = {}
+    for class_path in class_paths:
+        try:
+            parsed = parser.parse_object({"callback": {"class_path": class_path}})
+            found[class_path] = type(parser.instantiate(parsed).callback).__name__
+        except Exception as error:
+            found[class_path] = "refused" if "is not allowed" in str(error) else repr(error)
+    return found | {"imported": "ip_other" in sys.modules}
 
 
 def test_jsonargparse_refuses_before_it_imports(tmp_path: Path) -> None:
@@ -77,6 +75,4 @@ def test_jsonargparse_refuses_before_it_imports(tmp_path: Path) -> None:
     (tmp_path / "ip_mine.py").write_text(callback.format("Mine"))
     (tmp_path / "ip_other.py").write_text(callback.format("Other"))
     paths = [path for path in expected if path != "imported"]
-    command = [sys.executable, "-c", PARSE, json.dumps(paths)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert dict(json.loads(line) for line in done.stdout.splitlines()) == expected
+    assert run_distributed(_parse, 1, tmp_path, paths, backend=None) == [expected]

@@ -1,8 +1,6 @@
 """What `dlo checkpoint export` makes of a language model's checkpoint, transformers and peft load as it was."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +59,18 @@ def export(path: Path, target: Path, *words: str) -> None:
     assert main(["checkpoint", "export", str(path), str(target), *words]) == 0
 
 
-def test_an_export_prints_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_export_prints_one_line(tmp_path: Path, dlo: Any, fresh: bool) -> None:
+    """Of a fresh process too: nothing of DeepSpeed, bitsandbytes or torchao, which transformers imports."""
     torch.manual_seed(2)
     config = AutoConfig.for_model("llama", **FAMILIES["llama"])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     path, _ = train(tmp_path, CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2)))
-    words = ["checkpoint", "export", str(path), str(tmp_path / "out")]
-    command = [sys.executable, "-m", "dlo_framework.cli.main", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    dlo.fresh = fresh
+    done = dlo("checkpoint", "export", str(path), str(tmp_path / "out"))
     assert done.stderr == ""
     assert done.stdout.startswith(f"wrote {tmp_path / 'out'}: a transformers folder: LlamaForCausalLM, ")
-    assert done.stdout.count("\n") == 1, "nothing of DeepSpeed, bitsandbytes or torchao, which transformers imports"
+    assert done.stdout.count("\n") == 1
 
 
 @torch.no_grad()
