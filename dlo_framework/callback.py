@@ -28,6 +28,8 @@ from lightning.pytorch.callbacks import (
 class PluginCallback(Callback):
     """Lightning callback that declares what others must know of it."""
 
+    #: Its `init_args` as YAML, with which it does its work within six steps: tests run it so under every strategy.
+    example = "{}"
     #: Whether its hooks need the gradients of a full step, or the step itself; None to tell by its hooks.
     needs_gradients: bool | None = None
     #: Whether gradients are stepped and dropped during backward, so that no hook finds them.

@@ -50,6 +50,8 @@ class WeightEMA(PluginCallback):
         DloError: if `decay` is outside [0, 1).
     """
 
+    example = "{decay: 0.8}"
+
     #: Shows ExactResume that this callback loads the trained weights of a checkpoint that has both.
     loads_trained_weights = True
     needs_equal_copies = True

@@ -38,6 +38,7 @@ def expand(name: str, *arguments: str) -> str:
     """Returns the Markdown of one directive."""
     directives: dict[str, Callable[..., str]] = {
         "kinds": kind_table,
+        "pages": page_table,
         "plugins": plugin_table,
         "recipe_list": recipe_list,
         "recipes": recipes,
@@ -75,31 +76,31 @@ def places() -> dict[str, str]:
     return found
 
 
-def plugin_table() -> str:
-    """Returns a table for each group of plug-in pages in the navigation: page, first sentence, plug-ins."""
-    on_page: dict[str, list[str]] = {}
-    for target, place in places().items():
-        on_page.setdefault(place.partition("#")[0], []).append(f"[{target.partition(':')[2]}]({place})")
-    registered = {target for _, target in entry_points().values()}
-    names = {page: [link for link in links if _is_plugin(link, registered)] for page, links in on_page.items()}
+def page_table() -> str:
+    """Returns a table for each group of plug-in pages in the navigation: page, first sentence."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     groups = next(item["Plug-ins"] for item in nav if "Plug-ins" in item)
     lines: list[str] = []
     for group in (item for item in groups if isinstance(item, dict)):
         ((title, pages),) = group.items()
-        lines += ["", f"## {title}", "", "| page | what for | plug-ins |", "|---|---|---|"]
+        lines += ["", f"## {title}", "", "| page | what for |", "|---|---|"]
         for entry in pages:
             ((label, page),) = entry.items()
-            name = page.removeprefix("plugins/")
-            lines.append(
-                f"| [{label}]({name}) | {first_sentence(ROOT / 'docs' / page)} | {', '.join(names.get(name, []))} |"
-            )
+            lines.append(f"| [{label}]({page.removeprefix('plugins/')}) | {first_sentence(ROOT / 'docs' / page)} |")
     return "\n".join(lines[1:])
 
 
-def _is_plugin(link: str, registered: set[str]) -> bool:
-    name = link[1:].partition("]")[0]
-    return any(target.endswith(f":{name}") for target in registered)
+def plugin_table() -> str:
+    """Returns a table of the registered plug-ins, each with its place on the pages and its docstring's beginning."""
+    from dlo_framework.registry.class_source import read_summary
+
+    where = places()
+    rows = [
+        f"| [{name}]({where[target]}) | {kind} | {to_markdown(read_summary(target))} |"
+        for name, (kind, target) in sorted(entry_points().items(), key=lambda item: item[0].lower())
+        if target.endswith(f":{name}")
+    ]
+    return "\n".join(["| plug-in | kind | what it does |", "|---|---|---|", *rows])
 
 
 def first_sentence(page: Path) -> str:

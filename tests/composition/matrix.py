@@ -7,66 +7,52 @@ it is *refused* if every rank says so, in a DloError, before the first step. Any
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from lightning.pytorch import Trainer, seed_everything
 from PIL import Image
 from torch import Tensor
 
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.models.attention import Attention, SlidingWindow
 from dlo_framework.models.experts import MixtureOptions
+from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import Record, Recorder, merge_records
 from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.batches.micro_batch_finder import MicroBatchFinder
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CompileBlocks
 from dlo_plugins.compression.diloco import DiLoCo
-from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.curriculum.difficulty_order import DifficultyOrder
-from dlo_plugins.curriculum.freeze import Freeze
-from dlo_plugins.curriculum.layer_drop import LayerDrop, StochasticDepthSchedule
-from dlo_plugins.curriculum.sequence_length import SequenceLength
-from dlo_plugins.curriculum.token_drop import TokenDrop
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.distill.callback import Distill
-from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, GradientNoise
-from dlo_plugins.gradients.skip_spikes import SkipSpikes
-from dlo_plugins.images.batch_mix import BatchMix
-from dlo_plugins.images.progressive_resizing import ProgressiveResizing
-from dlo_plugins.images.rectangular_validation import RectangularValidation
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
 from dlo_plugins.memory.rotor_callback import Rotor
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.pipeline.timeline import PipelineTimeline
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_plugins.profile.callback import Profile
-from dlo_plugins.profile.time_to_target import TimeToTarget
-from dlo_plugins.prune.callback import Prune
-from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.quantise.low_precision import LowPrecision
-from dlo_plugins.schedules.lr_curves import OneCycle
-from dlo_plugins.schedules.lr_finder import LRFinder
-from dlo_plugins.sweep.sweep_trial import SweepTrial
+from dlo_plugins.weights.start_from import StartFrom
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.text_data import TextData
+from support.doc_pages import entry_points
 from support.texts import lines, sentences
 
 BATCH, STEPS, EPOCHS = 8, 3, 2
@@ -184,10 +170,57 @@ def bf16_weights(kind: str) -> With:
     )
 
 
-BESIDE: dict[str, With] = {
+#: Class paths of the callbacks that setup.cfg registers, whether or not the tree has been installed since.
+CALLBACKS = {name: path for name, (kind, path) in entry_points().items() if kind == "callback"}
+
+
+def import_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def example(name: str) -> list[Any]:
+    """Returns a registered callback with the arguments of its example."""
+    cls = import_class(CALLBACKS[name])
+    return [cls(**yaml.safe_load(cls.example))]
+
+
+EXPERTS = (("experts", MixtureOptions(count=4, aux_loss=0.0, z_loss=0.01)),)
+
+#: What callbacks need beside their example: data, a model or a task of their own, or a comparison that allows for them.
+NEEDS: dict[str, With] = {
+    "BatchMix": With(tasks=IMAGES),
+    "DifficultyOrder": With(tasks=TEXTS),
+    # The ranks' mean after each step: plain SGD on all samples. Another period has no like in one process.
+    "DiLoCo": With(
+        lambda: [DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0)],
+        task_args=(("optimizer", "momentum"), ("optimizer_args", {"momentum": 0.0})),
+        joint=False,
+    ),
+    "Distill": With(lambda: taught(image_teacher()), tasks=IMAGES),
+    "DynamicBatchSize": With(
+        lambda: [DynamicBatchSize({0: 240, "50%": 480})], trainer=(("limit_train_batches", 1.0),), batch_size=240
+    ),
+    "ExpertBalance": With(task_args=EXPERTS),
+    # Gradients are rounded, and one process has nothing to send.
+    "GradientCompression": With(alone=False, rtol=2**-7),
+    # Scales of slices and of a rank's tokens round differently.
+    "LowPrecision": With(rtol=2**-5),
+    # Backward has stepped the gradients: there is no norm to compare.
+    "OptimizerInBackward": With(joint=False),
+    "PipelineTimeline": With(alone=False),
+    "ProgressiveResizing": With(tasks=IMAGES),
+    "RectangularValidation": With(tasks=IMAGES, photographs=True),
+    "ScheduleFree": With(task_args=(("optimizer", "adamw_schedulefree"),)),
+    "SequenceLength": With(tasks=TEXTS),
+    "StartFrom": With(lambda: [StartFrom("start.ckpt")], tasks=IMAGES),
+    # Rates of 0 and 1 draw nothing: the second block is there in the first epoch, and left out in the second.
+    "StochasticDepthSchedule": With(tasks=IMAGES, model_args=(("depth", 2), ("drop_path_rate", 1 - 1e-6))),
+}
+
+OPTIONS: dict[str, With] = {
     "accumulation, clipping": With(trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1))),
     "bf16-mixed": With(trainer=(("precision", "bf16-mixed"),), rtol=2**-7),
-    "adamw_schedulefree": With(task_args=(("optimizer", "adamw_schedulefree"),)),
     "lamb, of full tensors": With(task_args=LAMB, tasks=TEXTS),
     # It iterates in bf16.
     "muon, of full tensors": With(task_args=(("optimizer", "muon"), ("optimizer_args", {})), tasks=TEXTS, rtol=2**-7),
@@ -205,31 +238,10 @@ BESIDE: dict[str, With] = {
     ),
     "bf16_weights, masters": bf16_weights("masters"),
     "bf16_weights, stochastic": bf16_weights("stochastic"),
-    "AdaptiveGradientClipping": With(lambda: [AdaptiveGradientClipping()]),
-    "BatchMix": With(lambda: [BatchMix(mode="pair", group_size=2)], tasks=IMAGES),
-    "Compile": With(lambda: [Compile(scope="blocks", backend="aot_eager")]),
     "Compile, the loss": With(lambda: [Compile(scope="blocks", backend="aot_eager", loss=True)], tasks=TEXTS),
     "Compile, the optimizer": With(lambda: [Compile(scope="blocks", backend="aot_eager", optimizer=True)], tasks=TEXTS),
-    "DifficultyOrder": With(lambda: [DifficultyOrder("scores.txt", until=1)], tasks=IMAGES),
-    "DifficultyOrder, a metric": With(lambda: [DifficultyOrder(metric="rarity", until=1)], tasks=TEXTS),
-    # The ranks' mean after each step: plain SGD on all samples. Another period has no like in one process.
-    "DiLoCo": With(
-        lambda: [DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0)],
-        task_args=(("optimizer", "momentum"), ("optimizer_args", {"momentum": 0.0})),
-        joint=False,
-    ),
-    "Distill": With(lambda: taught(image_teacher()), tasks=IMAGES),
+    "DifficultyOrder, scores": With(lambda: [DifficultyOrder("scores.txt", until=1)], tasks=IMAGES),
     "Distill, a vocabulary": With(lambda: taught(text_teacher()), tasks=TEXTS),
-    "DynamicBatchSize": With(
-        lambda: [DynamicBatchSize({0: 240, "50%": 480})], trainer=(("limit_train_batches", 1.0),), batch_size=240
-    ),
-    "Freeze": With(lambda: [Freeze("freeze_out")]),
-    # Gradients are rounded, and one process has nothing to send.
-    "GradientCompression": With(lambda: [GradientCompression("bf16")], alone=False, rtol=2**-7),
-    "GradientNoise": With(lambda: [GradientNoise(seed=1)]),
-    "LayerDrop": With(lambda: [LayerDrop(theta=0.4, rate=10)]),
-    # Scales of slices and of a rank's tokens round differently.
-    "LowPrecision": With(lambda: [LowPrecision(min_features=8)], rtol=2**-5),
     # Blocks of 32 values also in slices of tp.
     "LowPrecision, mxfp8": With(
         lambda: [LowPrecision("mxfp8", min_features=8, emulate=True)],
@@ -237,38 +249,16 @@ BESIDE: dict[str, With] = {
         rtol=2**-4,
         model_args=(("hidden_size", 64), ("intermediate_size", 64), ("num_key_value_heads", 4)),
     ),
-    "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
-    "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=4 * 10**9, max_size=4, steps_per_trial=1)]),
-    "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
-    # Backward has stepped the gradients: there is no norm to compare.
-    "OptimizerInBackward": With(lambda: [OptimizerInBackward()], joint=False),
     "OptimizerInBackward, lamb": With(lambda: [OptimizerInBackward()], task_args=LAMB, tasks=TEXTS, joint=False),
-    "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
-    "Profile": With(lambda: [Profile(wait=1, warmup=1, active=2, formats=["memory"])]),
-    "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
-    "Prune": With(lambda: [Prune(amount=0.5, begin="0%", end="60%", every=1)]),
-    # From the third of six steps on.
-    "Quantise": With(lambda: [Quantise("int8_weights", when="aware", start="30%", report=False)]),
-    "RectangularValidation": With(lambda: [RectangularValidation()], tasks=IMAGES, photographs=True),
-    # Four batches are measured; the last two run by the plan.
-    "Rotor": With(lambda: [Rotor("90%")]),
     "Rotor, offloading": With(lambda: [Rotor("90%", offload=True, link="100GB/s")]),
-    "SequenceLength": With(lambda: [SequenceLength(start=8)], tasks=TEXTS),
-    # Rates of 0 and 1 draw nothing: the second block is there in the first epoch, and left out in the second.
-    # Some of the six steps are skipped: those with a norm above the last two.
-    "SkipSpikes": With(lambda: [SkipSpikes(threshold=1.001, window=2)]),
-    "StochasticDepthSchedule": With(
-        lambda: [StochasticDepthSchedule(stages=2)],
-        tasks=IMAGES,
-        model_args=(("depth", 2), ("drop_path_rate", 1 - 1e-6)),
-    ),
-    "SweepTrial": With(lambda: [SweepTrial("val_loss")]),
-    "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
-    "TokenDrop": With(lambda: [TokenDrop(multiple=1)]),
-    "WeightEMA": With(lambda: [WeightEMA(0.8)]),
-    # The load-balancing loss is of a micro-batch.
-    "experts": With(task_args=(("experts", MixtureOptions(count=4, aux_loss=0.0, z_loss=0.01)),)),
+    "experts": With(task_args=EXPERTS),
     "lora, a 4-bit base": With(task_args=(("lora", Lora(rank=4, base="nf4", base_block=8)),), tasks=TEXTS),
+}
+
+BESIDE: dict[str, With] = OPTIONS | {
+    name: replace(what, callbacks=partial(example, name)) if what.callbacks is list else what
+    for name in sorted(CALLBACKS, key=str.lower)
+    for what in [NEEDS.get(name, With())]
 }
 
 
@@ -291,6 +281,13 @@ STRATEGIES: dict[str, tuple[type[Any] | str, Callable[[], dict[str, Any]]]] = {
     "mesh, compiled": (MeshStrategy, lambda: {"dp_shard": 2, "appliers": [CompileBlocks(backend="aot_eager")]}),
 }
 
+
+# Others that setup.cfg registers, with their defaults.
+STRATEGIES |= {
+    name: (import_class(path), dict)
+    for name, (kind, path) in entry_points().items()
+    if kind == "strategy" and import_class(path) not in {cls for cls, _ in STRATEGIES.values()}
+}
 
 #: Ranks of a strategy that needs other than two: two copies of two shards.
 RANKS = {"hsdp": 4}
@@ -388,11 +385,14 @@ def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str
 
 
 def prepare(folder: Path) -> None:
-    """Makes the data that all cells read: texts, photographs of two classes in many sizes, and the digits' scores."""
+    """Makes what all cells read: texts, photographs of two classes in many sizes, digits' scores, and weights."""
     lines(folder / "texts.jsonl", *({"text": text} for text in sentences(200)))
     draw = np.random.default_rng(0)
     digits = len(DigitsData(image_size=16).train_dataloader().dataset)
     np.savetxt(folder / "scores.txt", draw.random(digits))
+    task, _ = pictures(folder, With())
+    task.configure_model()
+    torch.save({"state_dict": task.state_dict(), "pytorch-lightning_version": "2.6"}, folder / "start.ckpt")
     for split, number in (("train", 12), ("val", 8)):
         for label in ("one", "two"):
             home = folder / "photos" / split / label
@@ -444,6 +444,24 @@ def judge(name: str, ranks: list[Found], alone: Found) -> str:
         found["weights"] = max(_difference(value, both.weights[key]) for key, value in one.weights.items()) / 10
     wrong = {what: size for what, size in found.items() if not size <= rtol}
     return f"broken: differs from one process by {wrong}" if wrong else "works"
+
+
+def outcomes(
+    task: str, strategy: str, names: list[str], folder: Path, alone: dict[str, dict[str, Found]]
+) -> dict[str, str]:
+    """Runs cells of a column, and returns what came of each; what one process does is kept in ``alone``."""
+    own = alone.setdefault(task, {})
+    wanted = ["" if name and not BESIDE[name].alone else name for name in names]
+    if new := [name for name in dict.fromkeys(wanted) if name not in own]:
+        (found,) = run_distributed(run_cells, 1, folder, task, "", new, backend=None, timeout=600)
+        own.update(zip(new, found, strict=True))
+    ranks = RANKS.get(strategy, 2)
+    answers = run_distributed(run_cells, ranks, folder, task, strategy, names, backend=None, timeout=800)
+    cells = zip(names, zip(*answers, strict=True), (own[name] for name in wanted), strict=True)
+    found = {name: judge(name, list(cell), one) for name, cell, one in cells}
+    broken = {name: text for name, text in found.items() if text.startswith("broken")}
+    assert not broken, broken
+    return found
 
 
 def _apart(one: float | None, other: float | None) -> float:

@@ -1,6 +1,5 @@
 """The documentation's pages: each plug-in has one, and what they show is what the code takes."""
 
-import configparser
 import importlib
 import inspect
 import re
@@ -16,8 +15,8 @@ from lightning.pytorch import Trainer
 from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, installed_commands
 from dlo_framework.cli.config_scan import list_shipped_configs
 from dlo_framework.cli.parse_errors import list_parameters
-from dlo_framework.registry import GROUP_PREFIX, KINDS
-from support.doc_pages import read_page
+from dlo_framework.registry import KINDS
+from support.doc_pages import entry_points, read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -39,17 +38,6 @@ MADE_UP_CLASSES = {
     "EpochClock": {"every"},
     "WeightNormLogger": {"every_n_steps", "depth"},
 }
-
-
-def entry_points() -> dict[str, tuple[str, str]]:
-    parser = configparser.ConfigParser()
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(ROOT / "setup.cfg")
-    groups = parser["options.entry_points"]
-    lines = [(kind, line) for kind in KINDS for line in groups.get(GROUP_PREFIX + kind, "").strip().splitlines()]
-    split = [(kind, *(part.strip() for part in line.split("=", 1))) for kind, line in lines]
-    split = [(kind, name, target) for kind, name, target in split if target.endswith(f":{name}")]  # no aliases
-    return {name: (kind, target.replace(":", ".")) for kind, name, target in split}
 
 
 def nav_pages(nav: Any) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """``dlo plugins new``: what it writes passes its own test."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 from dlo_framework.cli.commands.plugins_command import main
 from dlo_framework.errors import DloError
 from dlo_framework.registry import KINDS
+from support.doc_pages import ROOT
 
 
 @pytest.fixture
@@ -71,6 +73,69 @@ def test_what_is_written_is_lint_clean(cwd: Path) -> None:
     for command in (check, [*ruff, "format", "--isolated", "--no-cache", "--diff", "."]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the tree, which is the working directory and what processes import."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "images", "results", "site", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path, ignore=ignored, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(tmp_path / name) for name in ("", "plugins", "tasks")))
+    return tmp_path
+
+
+def check_clone(*commands: str) -> None:
+    for command in commands:
+        done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.[cmp][fdy]*") if path.is_file()}
+
+
+def test_a_callback_of_the_tree_touches_four_files(clone: Path) -> None:
+    pytest.importorskip("ruff")
+    before = files(clone)
+    main(["new", "callback", "np_thing", "--in-tree", "gradients"])
+    after = files(clone)
+    module, test = "plugins/dlo_plugins/gradients/np_thing.py", "tests/plugins/test_np_thing.py"
+    changed = [name for name in sorted(after) if after[name] != before.get(name)]
+    assert changed == ["docs/plugins/gradients.md", module, "setup.cfg", test]
+    assert "\n    NpThing = dlo_plugins.gradients.np_thing:NpThing\n    Prune =" in after["setup.cfg"]
+    lint = (f"-m ruff {command} {module} {test}" for command in ("check", "format --check"))
+    check_clone(*lint, "docs/fill.py --check")
+
+
+@pytest.mark.slow
+def test_what_is_written_in_the_tree_passes_its_tests(clone: Path) -> None:
+    for kind, feature in zip(KINDS, ("parallel/zero", "gradients", "language", "imagenet", "memory"), strict=True):
+        main(["new", kind, f"np_{kind}", "--in-tree", feature])
+    check_clone("-m mypy", "docs/fill.py --check", "docs/language.py")
+    check_clone("-m pytest -n0 tests/framework/test_docs_pages.py tests/framework/test_import_rules.py")
+    check_clone(f"-m pytest -n0 {' '.join(map(str, Path('tests').rglob('test_np_*.py')))}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature", "message"),
+    [
+        ("callback", "gradient", "got 'gradient'; did you mean 'gradients'"),
+        ("callback", "loggers", "with a page in docs/plugins, got 'loggers'"),
+        ("callbacky", "gradients", "did you mean 'callback'"),
+    ],
+)
+def test_a_feature_that_the_tree_has_not_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, feature: str, message: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(DloError, match=message):
+        main(["new", kind, "np_thing", "--in-tree", feature])
+
+
+def test_a_plugin_of_the_tree_is_refused_elsewhere(cwd: Path) -> None:
+    with pytest.raises(DloError, match="in the root of a clone of dlo"):
+        main(["new", "callback", "np_thing", "--in-tree", "gradients"])
 
 
 def test_dir_is_made_and_named(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
 ``dlo plugins new`` writes a plug-in of a kind, with a test that passes, from the folder ``templates/``. They are
 examples to learn from: arguments are typed and documented (``dlo plugins show`` prints them), and the constructor
-checks their values, with the fix in the message.
+checks their values, with the fix in the message. With ``--in-tree`` it writes a plug-in of dlo's own, with its entry
+point and its section in the documentation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import keyword
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -28,7 +30,7 @@ import yaml
 from dlo_framework.cli.config_scan import CommandParser, parse_plugin_list
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.extensions import format_origin, list_extensions
-from dlo_framework.registry import KINDS, Plugin, Registry, kind_of
+from dlo_framework.registry import GROUP_PREFIX, KINDS, Plugin, Registry, kind_of
 from dlo_framework.registry.class_source import (
     Parameter,
     SourceNotFoundError,
@@ -51,6 +53,8 @@ def main(argv: list[str]) -> int:
     if given.command == "show":
         registry = Registry()
         _show(registry, _find(registry, given.name, parse_plugin_list(given.plugins)), as_json=given.json)
+    elif given.command == "new" and given.in_tree:
+        print(write_in_tree(given.kind, given.name, given.in_tree, Registry()))
     elif given.command == "new":
         print(write_plugin(given.kind, given.name, Path(given.dir), Registry()))
     else:
@@ -73,7 +77,14 @@ def _parser() -> CommandParser:
     new = commands.add_parser("new", help="write a working plug-in with a test", description="Write a new plug-in.")
     new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     new.add_argument("name", metavar="NAME", help="the file's name, in snake_case: my_thing")
-    new.add_argument("--dir", default=".", help="where to write it (default: here)")
+    place = new.add_mutually_exclusive_group()
+    place.add_argument("--dir", default=".", help="where to write it (default: here)")
+    place.add_argument(
+        "--in-tree",
+        metavar="FEATURE",
+        help="in a clone of dlo: write it into this folder of plugins/dlo_plugins or tasks/dlo_tasks, such as"
+        " gradients, with its test, its section in docs/plugins and its line in setup.cfg",
+    )
     return parser
 
 
@@ -213,23 +224,96 @@ def write_plugin(kind: str, name: str, folder: Path, registry: Registry) -> str:
     Raises:
         DloError: If the kind is unknown, the name is not in snake_case or is taken, or a file exists.
     """
-    if kind not in KINDS:
-        raise DloError(f"unknown kind '{kind}'{did_you_mean(kind, KINDS) or ';'} available: {', '.join(KINDS)}")
-    class_name = _check_name(name, registry)
+    class_name = _check_name(kind, name, registry)
     files = [folder / f"{name}.py", folder / f"test_{name}.py"]
+    if find_spec(name) is not None:
+        raise DloError(f"NAME must differ from installed modules, got '{name}'; try '{name}_{kind}'")
+    _write_new(files, fill_templates(kind, name, class_name))
+    return _format_next_steps(kind, class_name, *files)
+
+
+def write_in_tree(kind: str, name: str, feature: str, registry: Registry) -> str:
+    """Writes a plug-in of dlo's own, in the root of its tree.
+
+    These are its module, a test, which for a callback compares it with one process under every strategy, a section on
+    the page of its feature, and its entry point in ``setup.cfg``.
+
+    Args:
+        kind: Kind of plug-in, one of :data:`dlo_framework.registry.KINDS`.
+        name: Name of the module, in snake_case; the class has the same name in CamelCase.
+        feature: Folder of the feature in ``plugins/dlo_plugins`` or ``tasks/dlo_tasks``: ``gradients``.
+        registry: Registry of the installed plug-ins, whose names are taken.
+
+    Returns:
+        Text with what is written and the next steps.
+
+    Raises:
+        DloError: If the working directory is not dlo's tree, it has no such feature with a page, the kind is unknown,
+            the name is not in snake_case or is taken, a file exists, or ruff is missing.
+    """
+    class_name = _check_name(kind, name, registry)
+    homes = [Path("plugins/dlo_plugins"), Path("tasks/dlo_tasks")]
+    folders = {file.parent.relative_to(home).as_posix(): file.parent for home in homes for file in home.rglob("*/*.py")}
+    if not folders:
+        raise DloError(f"--in-tree must be used in the root of a clone of dlo, got {Path.cwd()}; use --dir elsewhere")
+    if feature not in folders:
+        known = sorted(folders)
+        hint = did_you_mean(feature, known) or ";"
+        raise DloError(f"--in-tree must name a feature's folder, got '{feature}'{hint} available: {', '.join(known)}")
+    package = ".".join(folders[feature].parts[1:])
+    mentions = {page: page.read_text().count(f"::: {package}.") for page in Path("docs/plugins").glob("*.md")}
+    page = max(sorted(mentions), key=mentions.__getitem__)
+    if not mentions[page]:
+        raise DloError(f"--in-tree must name a feature with a page in docs/plugins, got '{feature}'; write one first")
+    if find_spec("ruff") is None:
+        raise DloError("--in-tree needs ruff, got none; pip install -e '.[dev]'")
+    files = [folders[feature] / f"{name}.py", Path("tests") / folders[feature].parts[0] / f"test_{name}.py"]
+    code, test = fill_templates(kind, name, class_name)
+    test = test.partition("\n\n\ndef test_dlo_accepts_it")[0] + "\n"
+    if kind == "callback":
+        imports = "import pytest\nfrom composition.page import check_callback, every_strategy\n"
+        test = test.replace("import pytest\n", imports) + _EVERY_STRATEGY.format(class_name)
+    _write_new(files, [code, test.replace(f"from {name} import", f"from {package}.{name} import")])
+    for command in (["check", "--fix"], ["format"]):
+        subprocess.run([sys.executable, "-m", "ruff", *command, "--quiet", *map(str, files)], check=True)
+    source = read_class_in_file(files[0], class_name)
+    snippet = format_yaml_snippet(kind, class_name, source.parameters)
+    first = source.doc.partition("\n\n")[0]
+    with open(page, "a", encoding="utf-8") as stream:
+        stream.write(f"\n## {class_name}\n\n{first}\n\n```yaml\n{snippet}\n```\n\n::: {package}.{name}.{class_name}\n")
+    lines = Path("setup.cfg").read_text(encoding="utf-8").splitlines(keepends=True)
+    start = lines.index(f"{GROUP_PREFIX}{kind} =\n") + 1
+    group = list(itertools.takewhile(lambda line: line.startswith(" "), lines[start:]))
+    same = [number for number, line in enumerate(group, 1) if f"= {package}." in line]
+    lines.insert(start + max(same, default=len(group)), f"    {class_name} = {package}.{name}:{class_name}\n")
+    Path("setup.cfg").write_text("".join(lines), encoding="utf-8")
+    return (
+        f"wrote {files[0]} and {files[1]}, a section of {page}, and a line of setup.cfg\n\n"
+        f"Install the line, and run the test:\n\n  pip install -e .\n  pytest -n0 -m '' {files[1]}"
+    )
+
+
+#: What a test in dlo's tree has instead of a look at the file.
+_EVERY_STRATEGY = """
+
+@every_strategy
+def test_it_works_as_in_one_process_or_is_refused(strategy: str, tmp_path: Path) -> None:
+    check_callback("{}", strategy, tmp_path)
+"""
+
+
+def _write_new(files: Sequence[Path], texts: Sequence[str]) -> None:
+    """Writes files that must not exist, all or none."""
     for file in files:
         if file.exists():
             raise DloError(f"NAME must name a new file, got {file}, which exists; choose another NAME or --dir")
-    if find_spec(name) is not None:
-        raise DloError(f"NAME must differ from installed modules, got '{name}'; try '{name}_{kind}'")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in zip(files, fill_templates(kind, name, class_name), strict=True):
+        for file, text in zip(files, texts, strict=True):
+            file.parent.mkdir(parents=True, exist_ok=True)
             with open(file, "x", encoding="utf-8") as stream:
                 stream.write(text)
     except OSError as error:
-        raise DloError(f"cannot write to {folder}: {error.strerror}; --dir writes elsewhere") from error
-    return _format_next_steps(kind, class_name, *files)
+        raise DloError(f"cannot write to {file.parent}: {error.strerror}; --dir writes elsewhere") from error
 
 
 def fill_templates(kind: str, name: str, class_name: str) -> list[str]:
@@ -239,8 +323,10 @@ def fill_templates(kind: str, name: str, class_name: str) -> list[str]:
     return [Template(text).substitute(name=name, class_name=class_name) for text in texts]
 
 
-def _check_name(name: str, registry: Registry) -> str:
-    """Returns the class's name; raises a DloError for a name that cannot be a module and a plug-in."""
+def _check_name(kind: str, name: str, registry: Registry) -> str:
+    """Returns the class's name; raises a DloError for an unknown kind, and for a bad or taken name."""
+    if kind not in KINDS:
+        raise DloError(f"unknown kind '{kind}'{did_you_mean(kind, KINDS) or ';'} available: {', '.join(KINDS)}")
     fixed = _snake_case(name)
     if name != fixed or keyword.iskeyword(name):
         fix = f"my_{fixed.strip('_')}" if keyword.iskeyword(fixed) or not fixed[:1].isalpha() else fixed

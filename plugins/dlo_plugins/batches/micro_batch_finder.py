@@ -67,6 +67,8 @@ class MicroBatchFinder(BeforeTraining):
             a single sample fits.
     """
 
+    example = "{memory_limit_bytes: 4000000000, max_size: 4, steps_per_trial: 1}"
+
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
 

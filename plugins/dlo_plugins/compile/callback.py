@@ -89,6 +89,8 @@ class Compile(PluginCallback):
             gathers for each use.
     """
 
+    example = "{scope: blocks, backend: aot_eager}"
+
     def __init__(
         self,
         scope: Literal["model", "blocks"] = "model",

@@ -90,6 +90,8 @@ class GradientCompression(PluginCallback):
             optimization or several optimizers, or `one_bit` has no optimizer made for it.
     """
 
+    example = "{method: bf16}"
+
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
     needs_equal_copies = True

@@ -50,6 +50,8 @@ class DifficultyOrder(PluginCallback):
             number of scores than the data has samples.
     """
 
+    example = "{metric: rarity, until: 1}"
+
     def __init__(
         self,
         scores: str | None = None,

@@ -77,6 +77,8 @@ class Freeze(BlockSchedule):
             one tensor, or another callback needs all blocks to train.
     """
 
+    example = "{method: freeze_out}"
+
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
     #: Place of the handler among those of other callbacks: around all others.

@@ -71,6 +71,8 @@ class LayerDrop(BlockSchedule):
             another option needs blocks that always run.
     """
 
+    example = "{theta: 0.4, rate: 10}"
+
     #: Place of the handler among those of other callbacks: inside Freeze, outside TokenDrop.
     order = 20
     replaces_outputs = True
@@ -231,6 +233,8 @@ class StochasticDepthSchedule(FollowsSteps, PluginCallback):
         DloError: If a value is out of range, the model has no such module with a rate above 0, or it is compiled and
             `stages` is not set.
     """
+
+    example = "{stages: 2}"
 
     #: Why `dlo parity` trains without it.
     left_out_of_parity = "it drops branches at random, which each rank draws for its own samples"

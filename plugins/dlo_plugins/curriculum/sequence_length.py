@@ -73,6 +73,8 @@ class SequenceLength(FollowsSteps, BatchTransform):
             length.
     """
 
+    example = "{start: 8}"
+
     #: Its batches have several shapes in a run.
     changes_batch_shapes = True
 

@@ -57,6 +57,8 @@ class TokenDrop(BlockSchedule):
             unknown arguments per token, or the mesh shards sequences.
     """
 
+    example = "{multiple: 1}"
+
     #: Place of the handler among those of other callbacks: inside all others.
     order = 30
     replaces_outputs = True

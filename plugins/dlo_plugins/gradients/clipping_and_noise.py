@@ -207,6 +207,8 @@ class GradientNoise(PluginCallback):
         DloError: If a value is out of range, or gradients are not in memory before a step.
     """
 
+    example = "{seed: 1}"
+
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
     needs_equal_copies = True

@@ -40,6 +40,8 @@ class SkipSpikes(PluginCallback):
         DloError: A value is out of range, or gradients are not in memory before a step.
     """
 
+    example = "{threshold: 1.001, window: 2}"
+
     def __init__(self, threshold: float = 4.0, window: int = 100) -> None:
         check_number("SkipSpikes: threshold", threshold, "above 1", "4 skips what is four times as large")
         check_number("SkipSpikes: window", window, "at least 2", "100 has the norms of 100 steps")

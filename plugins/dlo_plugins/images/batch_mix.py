@@ -82,6 +82,8 @@ class BatchMix(BatchTransform):
             not fit.
     """
 
+    example = "{mode: pair, group_size: 2}"
+
     order = 20
 
     def __init__(

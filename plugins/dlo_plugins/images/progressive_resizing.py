@@ -68,6 +68,8 @@ class ProgressiveResizing(BatchTransform):
             only one size.
     """
 
+    example = "{sizes: {0: 8, 50%: 16}}"
+
     #: Its batches have several shapes in a run.
     changes_batch_shapes = True
 

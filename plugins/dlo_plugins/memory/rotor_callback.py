@@ -83,6 +83,8 @@ class Rotor(PluginCallback):
             or `offload` has no link.
     """
 
+    example = "{budget: 90%}"
+
     #: Why `dlo parity` trains without it: the compared process has other memory.
     left_out_of_parity = "it changes the memory of a run, and nothing else in it"
     #: Number of batches before the measured ones: a run monitor counts FLOPs in them.

@@ -73,6 +73,8 @@ class Profile(PluginCallback):
         DloError: If a number or name is invalid, a rank does not exist, or `nvtx` is set without an NVIDIA GPU.
     """
 
+    example = "{wait: 1, warmup: 1, active: 2, formats: [memory]}"
+
     #: Why `dlo parity` trains without it.
     left_out_of_parity = "it observes steps and changes nothing in them"
 

@@ -73,6 +73,8 @@ class TimeToTarget(PluginCallback):
         DloError: If validation does not log the metric, the mode is not the metric's, or the run has no validation.
     """
 
+    example = "{metric: val_loss, target: 1.0, mode: min}"
+
     def __init__(self, metric: str, target: float, mode: Direction = "max") -> None:
         check_choice("TimeToTarget: mode", mode, ("max", "min"), "max is the default")
         better = metric_direction(metric)

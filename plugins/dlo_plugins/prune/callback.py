@@ -95,6 +95,8 @@ class Prune(PluginCallback):
             schedule begins after the run's end, or the strategy is not one whose state dlo can read.
     """
 
+    example = "{amount: 0.5, begin: 0%, end: 60%, every: 1}"
+
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
     needs_equal_copies = True

@@ -114,6 +114,8 @@ class Quantise(PluginCallback):
         DloError: If an option is invalid, a pattern matches nothing, or the device has no kernels for the scheme.
     """
 
+    example = "{scheme: int8_weights, when: aware, start: 30%, report: false}"
+
     def __init__(
         self,
         scheme: str = "int8",

@@ -106,6 +106,8 @@ class LowPrecision(PluginCallback):
         DloError: An option is invalid, or the device has no kernels for the scheme.
     """
 
+    example = "{min_features: 8}"
+
     replaces_products = True
 
     def __init__(

@@ -271,6 +271,8 @@ class WSD(LearningRateSchedule):
         DloError: If a value is out of range, there is another scheduler, or training has no end.
     """
 
+    example = "{max_lr: 0.001}"
+
     def __init__(
         self,
         max_lr: float | list[float] | None = None,
@@ -312,6 +314,8 @@ class WarmRestarts(LearningRateSchedule):
         DloError: If a value is out of range, there is another scheduler, or training has no end.
     """
 
+    example = "{max_lr: 0.001, cycles: 2}"
+
     def __init__(
         self,
         max_lr: float | list[float] | None = None,
@@ -348,6 +352,8 @@ class Cyclic(LearningRateSchedule):
     Raises:
         DloError: If a value is out of range, there is another scheduler, or training has no end.
     """
+
+    example = "{max_lr: 0.001, cycles: 2}"
 
     def __init__(
         self,
@@ -398,6 +404,8 @@ class Rewarm(LearningRateSchedule):
     Raises:
         DloError: If a value is out of range, there is another scheduler, or training has no end.
     """
+
+    example = "{max_lr: 0.001, points: [0.0, 0.5]}"
 
     def __init__(
         self,
@@ -529,6 +537,8 @@ class OneCycle(LearningRateSchedule):
     Raises:
         DloError: If a value is out of range, there is another scheduler, or training has no end.
     """
+
+    example = "{max_lr: 0.001}"
 
     def __init__(
         self,

@@ -76,6 +76,8 @@ class LRFinder(BeforeTraining):
         DloError: If a value is out of range, optimization is manual, or the loss diverges too early for a suggestion.
     """
 
+    example = "{num_steps: 20, min_lr: 0.0001, max_lr: 0.01, apply: false}"
+
     #: It reads gradients, or hooks the optimizer's step.
     needs_gradients = True
     turn = 1  # After MicroBatchFinder: the rate depends on the batch.

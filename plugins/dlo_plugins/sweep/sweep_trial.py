@@ -37,6 +37,8 @@ class SweepTrial(PluginCallback):
         DloError: If the run has no validation, or validation does not log the metric.
     """
 
+    example = "{metric: val_loss}"
+
     #: The same as Lightning's property, which every hook of every step reads.
     state_key = "SweepTrial"
 

@@ -38,6 +38,8 @@ class PipelineTimeline(PluginCallback):
         DloError: If the step is negative, or the run has no pipeline (MeshStrategy with `pp` of 2 or more).
     """
 
+    example = "{step: 2}"
+
     #: Why `dlo parity` trains without it: the one process of the comparison has no pipeline.
     left_out_of_parity = "it draws a run and changes nothing in it"
 
