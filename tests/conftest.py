@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -113,6 +114,16 @@ LATE_IMPORTS = {
     "dlo_plugins.compile.compile_blocks": ["torch._inductor.compile_fx"],
     "dlo_plugins.compile.callback": ["torch._inductor.compile_fx"],
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Collects no garbage while tests and what they import are loaded, a fifth of that time: all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
