@@ -1,8 +1,11 @@
-"""Every strategy builds models in CPU memory: a seed gives the same initial weights under each, on each device."""
+"""Where strategies build models: in CPU memory, for one seed's weights on each device, or without memory if asked."""
+
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import HalfPrecision
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
@@ -26,3 +29,20 @@ def test_a_model_is_built_in_cpu_memory_whatever_the_training_device(make) -> No
     assert strategy.root_device == DEVICE
     with strategy.tensor_init_context():
         assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("make", [ZeroStrategy, FSDPStrategy, MeshStrategy])
+def test_a_model_is_built_without_memory_where_that_is_asked_for(make: Any) -> None:
+    for meta_init, empty_init, expected in (
+        (True, None, "meta"),
+        (False, None, "cpu"),
+        (False, True, "meta"),
+        (True, False, "cpu"),
+    ):
+        strategy = make(meta_init=meta_init)
+        strategy.parallel_devices = [torch.device("cpu")]
+        strategy.precision_plugin = HalfPrecision("bf16-true")
+        with strategy.tensor_init_context(empty_init):
+            weight = torch.nn.Linear(2, 2).weight
+        assert weight.device.type == expected, (meta_init, empty_init)
+        assert weight.dtype == torch.bfloat16
