@@ -85,16 +85,23 @@ def tensors(kv_heads=HEADS, length=LENGTH, dtype=torch.float64):
 DOCUMENTS = torch.tensor([[0] * 50 + [1] * 80 + [-1] * 20, [0] * 150])
 
 
+CAUSAL = [*SOME, Prefix(21, 16)]
+
+
 @pytest.mark.parametrize(
-    ("kernel", "causal"),
+    ("kernel", "causal", "patterns_of"),
     [
-        *((kernel, causal) for kernel in ("blocks", "sdpa") for causal in (True, False)),
-        ("flex", True),
-        pytest.param("flex", False, marks=pytest.mark.slow),
+        *(
+            (kernel, causal, patterns)
+            for kernel in ("blocks", "sdpa")
+            for causal, patterns in ((True, CAUSAL), (False, SOME))
+        ),
+        ("flex", True, [BigBird(16, True, num_random_blocks=2), Prefix(21, 16)]),
+        *(pytest.param("flex", *case, marks=pytest.mark.slow) for case in ((True, CAUSAL), (False, SOME))),
     ],
 )
-def test_kernels_equal_attention_with_the_dense_mask(kernel, causal):
-    for pattern in [*SOME, Prefix(21, 16)] if causal else SOME:
+def test_kernels_equal_attention_with_the_dense_mask(kernel, causal, patterns_of):
+    for pattern in patterns_of:
         mask = AttentionMask(pattern, causal=causal, num_heads=HEADS)
         for documents, kv_heads in ((None, 4), (None, 2), (DOCUMENTS, 4), (DOCUMENTS, 2)):
             inputs = tensors(kv_heads)

@@ -102,9 +102,9 @@ def test_any_position_is_computed_without_those_before(start, length):
 @pytest.mark.parametrize("world_size", [4])
 def test_ranks_share_one_mixture_with_its_proportions(world_size):
     weights = {"code": 0.123, "web": 0.8, "books": 0.077}
-    sizes = [700, 20_000, 333]
+    sizes = [350, 10_000, 166]
     mixture = Mixture(list(weights), [MixturePoint(0, weights)])
-    order = MixtureOrder(mixture, [GlobalShuffle(size, seed) for seed, size in enumerate(sizes)], 10_000)
+    order = MixtureOrder(mixture, [GlobalShuffle(size, seed) for seed, size in enumerate(sizes)], 5_000)
     bounds = np.cumsum([0, *sizes])
     found = []
     for rank in range(world_size):

@@ -86,7 +86,6 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
             "ddp",
         ],
         "--config must name a config": ["mesh", "--ranks", "2"],
-        "strategey": [*MESH, "--ranks", "2", "--trainer.strategey", "x"],
     }
     for message, words in refused.items():
         assert main(words) == 2, message

@@ -373,9 +373,9 @@ class Validations(Net):
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
-        (20, {}),
+        pytest.param(20, {}, marks=pytest.mark.slow),
         (30, {}),  # The last epoch ends with it.
-        (9, {"val_check_interval": 3}),
+        pytest.param(9, {"val_check_interval": 3}, marks=pytest.mark.slow),
         (13, {"max_steps": 13, "val_check_interval": 3}),  # The run ends with it, and is not stopped.
         (18, {"max_steps": 25, "check_val_every_n_epoch": None, "val_check_interval": 6}),
     ],

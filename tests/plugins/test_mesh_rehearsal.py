@@ -279,7 +279,7 @@ def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
         pytest.param("beam", "tp", None, marks=pytest.mark.slow),  # a bias of its gate for each head
         pytest.param("granite_swa", "tp", None, marks=pytest.mark.slow),  # a sink for each head
         ("bart", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight.* init_args: {find_unused: true}"),
-        ("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules"),
+        pytest.param("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules", marks=pytest.mark.slow),
         # Its attention, which adds a mask of its own, gets full sequences.
         pytest.param("doge", "cp", None, marks=pytest.mark.slow),
         ("nemotron_h", "tp", None),  # Rules of its own for the vocabulary alone; the others are inferred.
@@ -318,7 +318,9 @@ class Spare(Words):
         return replace(super().parallel_plan(), head=("head", "spare"))
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2, "schedule": "ZBH1"}, {"pp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"pp": 2, "schedule": "ZBH1"}, marks=pytest.mark.slow), {"pp": 2, "tp": 2}]
+)
 def test_parameters_without_a_gradient_are_refused_before_a_process_starts(axes: dict[str, Any]) -> None:
     def make_strategy(**more: Any) -> MeshStrategy:
         return strategy_of(axes.get("pp", 1) * axes.get("tp", 1), **axes, **more)
@@ -409,7 +411,7 @@ def test_weights_tied_across_stages_are_not_taken_for_unused() -> None:
         # Position encodings and patch embeddings between the blocks, which are registered before and after them.
         pytest.param("twins_pcpvt_small", 32, {"depths": (2, 1, 1, 1)}, marks=pytest.mark.slow),
         # A class token that meets the patches after all their blocks.
-        ("cait_xxs24_224", 32, {"depth": 2}),
+        pytest.param("cait_xxs24_224", 32, {"depth": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_image_models_that_failed_in_their_ranks_are_cut(name: str, size: int, settings: dict[str, Any]) -> None:

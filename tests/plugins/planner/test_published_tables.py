@@ -81,9 +81,8 @@ def _korthikanti_memory(name: str) -> list[float]:
     return [value / GIB / gib - 1 for value, gib in zip(found, (weights, without, with_both), strict=True)]
 
 
-def test_three_models_of_megatron_from_data_sheets() -> None:
-    errors = [_sc21_error(name, load_machine("a100")) for name in ("7.5B", "18B", "145B")]
-    assert all(-0.09 < error < 0 for error in errors)
+def test_a_model_of_megatron_from_data_sheets() -> None:
+    assert -0.09 < _sc21_error("145B", load_machine("a100")) < 0
 
 
 @pytest.mark.slow
@@ -94,12 +93,11 @@ def test_megatron_from_data_sheets() -> None:
     assert max(map(abs, errors.values())) < 0.1
 
 
-def test_korthikanti_from_data_sheets() -> None:
-    for name in ("22B", "175B"):
-        assert max(map(abs, _korthikanti_times(name))) < 0.07
-        state, without, with_both = _korthikanti_memory(name)
-        assert abs(state) < 0.02
-        assert max(abs(without), abs(with_both)) < 0.05
+def test_a_row_of_korthikanti_from_data_sheets() -> None:
+    assert max(map(abs, _korthikanti_times("22B"))) < 0.07
+    state, without, with_both = _korthikanti_memory("22B")
+    assert abs(state) < 0.02
+    assert max(abs(without), abs(with_both)) < 0.05
 
 
 @pytest.mark.slow
