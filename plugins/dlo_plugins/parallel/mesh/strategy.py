@@ -82,9 +82,8 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
         tp: Number of ranks that shard each layer.
         ep: Number of ranks among which the experts of each mixture are divided. It divides dp_shard x cp, and takes no
             further ranks; see ExpertParallel.
-        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`,
-            `Varuna`, which recomputes, `PipeDream2BW`, whose gradients have a delay of one step, or one that a file
-            under `plugins:` or an installed package registers.
+        schedule: Name of the pipeline's schedule: one of dlo's (`docs/concepts/strategies.md` compares them), or one
+            that a file under `plugins:` or an installed package registers.
         micro_batches: Number of micro-batches of each rank's batch in the pipeline; by default four per rank of `pp`.
         stages_per_rank: Number of stages of a rank, for `Interleaved1F1B`; by default the schedule's.
         split: Number of blocks of each stage, such as `[5, 7]`; by default they are balanced by cost.

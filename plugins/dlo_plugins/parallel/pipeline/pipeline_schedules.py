@@ -173,6 +173,9 @@ class ScheduleRule:
             one step.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
+        bubble: Function of the numbers of ranks, micro-batches and stages a rank, and of the costs of a micro-batch's
+            forward, input gradient and weight gradient on a rank, that returns the paper's time that a step of equal
+            stages takes beyond its work; None for a paper without a formula.
     """
 
     order: Callable[[Placement, int, int], list[Action]]
@@ -181,6 +184,7 @@ class ScheduleRule:
     splits_backward: bool = False
     flushes: bool = True
     check: Callable[[int, int], None] | None = None
+    bubble: Callable[[int, int, int, float, float, float], float] | None = None
 
 
 #: Schedules by the name that ``MeshStrategy.schedule`` has; options of ``register`` are those of :class:`ScheduleRule`.
@@ -321,6 +325,22 @@ def splits_backward(name: str) -> bool:
     return _find_rule(name)[1].splits_backward
 
 
+def theoretical_bubble(
+    name: str, ranks: int, micro_batches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0), chunks: int = 1
+) -> float | None:
+    """Returns the time that a step takes beyond its work, by the paper's formula for equal stages; None without one.
+
+    Args:
+        name: Name of the schedule.
+        ranks: Number of ranks in the pipeline.
+        micro_batches: Number of micro-batches in a step: at least `ranks` for the zero-bubble schedules.
+        costs: Costs of a micro-batch on a rank, over all its stages: forward, input gradient, weight gradient.
+        chunks: Number of stages that each rank holds.
+    """
+    bubble = _find_rule(name)[1].bubble
+    return None if bubble is None else bubble(ranks, micro_batches, chunks, *costs)
+
+
 def forward_only(where: Placement, micro_batches: int) -> Schedule:
     """Returns the schedule of an evaluation: any number of micro-batches, in groups of as many as there are ranks."""
     orders = []
@@ -343,12 +363,12 @@ def _find_rule(name: str) -> tuple[str, ScheduleRule]:
     return str(name), SCHEDULES.get(str(name))
 
 
-@SCHEDULES.register("GPipe")
+@SCHEDULES.register("GPipe", bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w))
 def _gpipe(where: Placement, rank: int, number: int) -> list[Action]:
     return [Action(F, rank, n) for n in range(number)] + [Action(B, rank, n) for n in range(number)]
 
 
-@SCHEDULES.register("1F1B")
+@SCHEDULES.register("1F1B", bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w))
 def _one_forward_one_backward(where: Placement, rank: int, number: int) -> list[Action]:
     warm_up = min(number, where.ranks - rank - 1)
     order = [Action(F, rank, n) for n in range(warm_up)]
@@ -368,7 +388,12 @@ def _check_interleaved(ranks: int, micro_batches: int) -> None:
         )
 
 
-@SCHEDULES.register("Interleaved1F1B", stages_per_rank=None, check=_check_interleaved)
+@SCHEDULES.register(
+    "Interleaved1F1B",
+    stages_per_rank=None,
+    check=_check_interleaved,
+    bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v,
+)
 def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
     ranks, chunks = where.ranks, where.stages_per_rank
     total = number * chunks
@@ -388,7 +413,7 @@ def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
     return order
 
 
-@SCHEDULES.register("ZBH1", splits_backward=True)
+@SCHEDULES.register("ZBH1", splits_backward=True, bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i - w))
 def _zb_h1(where: Placement, rank: int, number: int) -> list[Action]:
     """1F1B in which rank r defers r weight gradients, and computes them where it would wait for other ranks."""
     order: list[Action] = []
@@ -433,7 +458,10 @@ class _Writer:
         self.weight(stage)
 
 
-@SCHEDULES.register("ZBV", stages_per_rank=2, shape="v", splits_backward=True)
+# The formula holds where the three costs are equal; the rest is the wait for the first forward.
+@SCHEDULES.register(
+    "ZBV", stages_per_rank=2, shape="v", splits_backward=True, bubble=lambda p, m, v, f, i, w: (p - 1) * f / 2
+)
 def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
     ranks, write = where.ranks, _Writer(where, rank)
     number = max(micro_batches, 2 * ranks - 1)  # Enough to fill the pipeline; the extra ones are dropped below.
@@ -464,7 +492,9 @@ def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
     return [action for action in write.order if action.micro_batch < micro_batches]
 
 
-@SCHEDULES.register("Varuna")
+# The paper has no formula; this one holds where a backward takes twice as long as a forward, and its work includes
+# recomputation.
+@SCHEDULES.register("Varuna", bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) - (1 + (m - 1) % 3) * f * (p > 1))
 def _varuna(where: Placement, rank: int, number: int) -> list[Action]:
     """Each stage but the last recomputes, and a forward runs only while no gradient is on its way."""
     return list(_varuna_orders(where.ranks, number)[rank])
@@ -515,7 +545,8 @@ def _check_two_versions(ranks: int, micro_batches: int) -> None:
         )
 
 
-@SCHEDULES.register("PipeDream2BW", flushes=False, check=_check_two_versions)
+# It waits before its first step and after its last one only.
+@SCHEDULES.register("PipeDream2BW", flushes=False, check=_check_two_versions, bubble=lambda p, m, v, f, i, w: 0.0)
 def _two_versions(where: Placement, rank: int, number: int) -> list[Action]:
     """1F1B without an end: each forward is followed by the backward of the micro-batch that has come back by then."""
     in_flight = where.ranks - rank - 1

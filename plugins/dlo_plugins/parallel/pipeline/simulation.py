@@ -169,39 +169,6 @@ def _ready(
     return ready
 
 
-def theoretical_bubble(
-    name: str, ranks: int, micro_batches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0), chunks: int = 1
-) -> float:
-    """Returns the time that a step takes beyond its work, by the papers' formulas, for equal stages.
-
-    The formula of ZBV holds where the three costs are equal; the rest is the wait for the first forward. Varuna's paper
-    has none; its formula here holds where a backward takes twice as long as a forward, and its work includes
-    recomputation. PipeDream2BW waits before its first step and after its last one only.
-
-    Args:
-        name: Name of the schedule.
-        ranks: Number of ranks in the pipeline.
-        micro_batches: Number of micro-batches in a step: at least `ranks` for the zero-bubble schedules.
-        costs: Costs of a micro-batch on a rank, over all its stages: forward, input gradient, weight gradient.
-        chunks: Number of stages that each rank holds.
-
-    Raises:
-        KeyError: If the schedule has no formula.
-    """
-    forward, input, weight = costs
-    backward = input + weight
-    formulas = {
-        "GPipe": (ranks - 1) * (forward + backward),
-        "1F1B": (ranks - 1) * (forward + backward),
-        "Interleaved1F1B": (ranks - 1) * (forward + backward) / chunks,
-        "ZBH1": (ranks - 1) * (forward + input - weight),
-        "ZBV": (ranks - 1) * forward / 2,
-        "Varuna": (ranks - 1) * (forward + backward) - (1 + (micro_batches - 1) % 3) * forward * (ranks > 1),
-        "PipeDream2BW": 0.0,
-    }
-    return formulas[name]
-
-
 class Recorder:
     """Recorder of the start and end of each action, which does not synchronise with the device.
 
