@@ -31,7 +31,13 @@ _PARAMETERS_ALONE = """    options:
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
     """Returns a page with its directives replaced, and on plug-ins' pages with the options of classes' parameters."""
     filled = _DIRECTIVE.sub(lambda match: expand(*match.group(1).split()), markdown)
-    return _CLASS.sub(rf"\g<0>\n{_PARAMETERS_ALONE}", filled) if page.file.src_uri.startswith("plugins/") else filled
+    if not page.file.src_uri.startswith("plugins/"):
+        return filled
+    return _CLASS.sub(lambda match: f"**Options of {_class_name(match)}**\n\n{match[0]}\n{_PARAMETERS_ALONE}", filled)
+
+
+def _class_name(match: re.Match[str]) -> str:
+    return match[1].rpartition(".")[2]
 
 
 def expand(name: str, *arguments: str) -> str:
