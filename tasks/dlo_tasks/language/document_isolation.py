@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from dlo_framework.batches import get_chosen_tokens
 from dlo_framework.errors import DloError
 from dlo_tasks.language.batches import mark_document_starts
+from dlo_tasks.language.text_settings import attention_implementation
 
 Way = Literal["mask", "rows"]
 
@@ -146,7 +147,7 @@ class Isolation(NamedTuple):
             blocks: Blocks of the model.
         """
         # Attention by torch takes masks of truth values.
-        is_additive = "sdpa" not in (getattr(model.config, "_attn_implementation", None) or "")
+        is_additive = "sdpa" not in (attention_implementation(model) or "")
         for module in list(mixers(blocks)):
             way = self.ways[type(module)]
             if way == "rows":
@@ -261,7 +262,7 @@ def _cut_mask(
 
     Implementations other than transformers' with dense masks get the documents in another way.
     """
-    names = (getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules())
+    names = map(attention_implementation, module.modules())
     spans = _CURRENT.get()
     if spans is None or next(filter(None, names), "eager") not in _DENSE:
         return None

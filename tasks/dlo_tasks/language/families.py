@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from dlo_tasks.language import document_isolation, language_models, packed_atten
 from dlo_tasks.language.batches import count_documents, single_documents
 from dlo_tasks.language.document_isolation import FORWARD_FAILURES, DocumentSpans, Isolation, near
 from dlo_tasks.language.packed_attention import document_lengths
+from dlo_tasks.language.text_settings import text_settings
 from dlo_tasks.language.tokenizer import first_line
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def probe_traits(model: PreTrainedModel) -> Traits:
     Raises:
         DloError: If a token attends to later tokens, which it must predict, or the model cannot be tested.
     """
-    if model.config.model_type in KNOWN and not getattr(model.config, "use_bidirectional_attention", None):
+    if model.config.model_type in KNOWN and not text_settings(model.config).use_bidirectional_attention:
         return KNOWN_TRAITS
     flash = is_flash(model)
     tried = _twin(model) if flash or next(model.parameters()).is_meta else model
@@ -318,13 +319,13 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
     """
     config = copy.deepcopy(model.config)
     text = language_models.text_config(config)
-    if window is not None and getattr(text, "sliding_window", None) is not None:
+    if window is not None and text_settings(text).sliding_window is not None:
         text.sliding_window = window
     kind = attention or ("eager" if is_flash(model) else config._attn_implementation)
     with torch.device("meta"):
         twin: Any = _build_like(model, config, kind)
     _, blocks = language_models.find_blocks(twin)
-    del blocks[_kinds_end(blocks, getattr(config, "layer_types", None)) :]
+    del blocks[_kinds_end(blocks, text_settings(config).layer_types) :]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         for module in twin.modules():
             for name, fixed in _fixed_tensors(module):
@@ -338,7 +339,7 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
                     weights.setdefault(id(parameter), nn.Parameter(_thin(parameter.shape)))
                     setattr(module, name, weights[id(parameter)])
     twin.requires_grad_(False)
-    if getattr(twin.config, "_experts_implementation", None):
+    if twin.config._experts_implementation:
         twin.set_experts_implementation("eager")  # Others need contiguous weights.
     return twin
 
@@ -369,7 +370,7 @@ def _fill_fixed(model: Any, owner: Any) -> None:
         owner._init_weights(model)
 
 
-def _kinds_end(blocks: nn.ModuleList, layer_types: list[str] | None) -> int:
+def _kinds_end(blocks: nn.ModuleList, layer_types: Sequence[str]) -> int:
     """Returns the smallest number of first blocks that include every type of block."""
     seen: list[Any] = []
     end = 0

@@ -26,6 +26,7 @@ from torch import Tensor
 from dlo_framework.errors import DloError, check_number
 from dlo_tasks.language.batches import IGNORE_INDEX, pad_left
 from dlo_tasks.language.chat import encode_prompts, format_prompt
+from dlo_tasks.language.text_settings import text_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -96,7 +97,7 @@ def complete_ids(
 
     check_generation_length(model, input_ids.shape[1], sampling.max_new_tokens)
     ends = end_tokens(model, tokenizer)
-    pad = getattr(tokenizer, "pad_token_id", None)
+    pad = None if tokenizer is None else tokenizer.pad_token_id
     drawing: dict[str, Any] = {}
     if sampling.temperature > 0 and draws is None:
         drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
@@ -175,7 +176,7 @@ def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
 
     own, model.generation_config = model.generation_config, GenerationConfig()
     config: Any = model.config.get_text_config()
-    logits = getattr(config, "output_router_logits", None)
+    logits = text_settings(config).output_router_logits
     if logits:
         config.output_router_logits = False
     try:
@@ -188,9 +189,10 @@ def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """Returns the tokens that end a text: the tokenizer's, and the model's, such as the end of a chat turn."""
-    own: Any = getattr(model.generation_config, "eos_token_id", None)
-    found = [getattr(tokenizer, "eos_token_id", None), *(own if isinstance(own, list | tuple) else [own])]
-    return list(dict.fromkeys(token for token in found if token is not None))
+    own: Any = model.generation_config.eos_token_id
+    tokens = [] if tokenizer is None else [tokenizer.eos_token_id]
+    tokens += own if isinstance(own, list | tuple) else [own]
+    return list(dict.fromkeys(token for token in tokens if token is not None))
 
 
 def complete_texts(
@@ -471,6 +473,6 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[str | list[Any]], to
 
 def _is_stretched(config: PretrainedConfig) -> bool:
     """Returns whether rotary positions are scaled (YaRN, Llama 3's, ...), in any kind of layer."""
-    found: Any = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+    parameters = text_settings(config.get_text_config(decoder=True)).rope_parameters
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return any(kind.get("rope_type", "default") != "default" for kind in kinds)

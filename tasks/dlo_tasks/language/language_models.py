@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.run.runs import is_first_process
 from dlo_tasks.language import packed_attention
+from dlo_tasks.language.text_settings import TextSettings, text_settings
 from dlo_tasks.language.tokenizer import check_hub_name, first_line, has_tokenizer, vocabulary_size
 from dlo_tasks.language.vocabulary_head import VocabularyHead
 
@@ -239,7 +240,7 @@ def build_model(
     if attention == packed_attention.NAME:
         packed_attention.register_attention()
     options: dict[str, Any] = {"dtype": dtype}
-    if attention or getattr(text_config(config), "attn_logit_softcapping", None):
+    if attention or text_settings(text_config(config)).attn_logit_softcapping:
         options["attn_implementation"] = attention or "eager"
     if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).
         options["experts_implementation"] = "eager"
@@ -256,11 +257,11 @@ def build_model(
             with limit_progress_bars():
                 found = kind.from_pretrained(_path(model), config=config, use_safetensors=True, **options).train()
     except (OSError, ValueError, ImportError) as error:
-        what = model if model is not None else getattr(config, "model_type", "config")
+        what = model if model is not None else config.model_type
         raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
     if dtype == torch.float64 and found.config._attn_implementation == "eager":
         _bound_eager_masks(found)
-    if getattr(config, "rescale_every", 0) > 0:
+    if text_settings(config).rescale_every > 0:
         # RWKV divides its weights in evaluation, for the range of float16, and checkpoints would have them so.
         base: Any = find_base_model(found)
         base.config = copy.copy(base.config)
@@ -327,15 +328,14 @@ def find_head(model: PreTrainedModel, softcap: float | None = None) -> Vocabular
         model: Model.
         softcap: Soft bound of the logits; None for that of the model's config.
     """
-    config = text_config(model.config)
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    return VocabularyHead(model.get_output_embeddings(), scale, softcap or _own_softcap(config))
+    settings = text_settings(text_config(model.config))
+    scale = float(settings.logit_scale or 1.0) / float(settings.logits_scaling or 1.0)
+    return VocabularyHead(model.get_output_embeddings(), scale, softcap or _own_softcap(settings))
 
 
-def _own_softcap(config: Any) -> float | None:
-    found = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    return None if found is None else float(found)  # Gemma 2; RecurrentGemma
+def _own_softcap(settings: TextSettings) -> float | None:
+    softcap = settings.final_logit_softcapping or settings.logits_soft_cap
+    return None if softcap is None else float(softcap)
 
 
 def check_softcap(softcap: float | None, config: PretrainedConfig) -> None:
@@ -348,7 +348,7 @@ def check_softcap(softcap: float | None, config: PretrainedConfig) -> None:
         return
     if not 0 < softcap < float("inf"):
         raise DloError(f"logit_softcap must be above 0, got {softcap}; 15 to 50 are usual, and null leaves it out")
-    own = _own_softcap(text_config(config))
+    own = _own_softcap(text_settings(text_config(config)))
     if own is not None:
         raise DloError(
             f"logit_softcap must be unset for a model whose config has one, got {softcap} and {own} of"
@@ -420,13 +420,13 @@ def resized_config(config: Any, sizes: Mapping[str, float]) -> dict[str, Any]:
     """
     config = copy.deepcopy(config)
     if "blocks" in sizes:
-        layers = getattr(config, "layer_types", None)
-        if layers is not None and len(set(layers)) > 1:
+        layers: Any = text_settings(config).layer_types
+        if len(set(layers)) > 1:
             raise DloError(
                 f"prune: blocks must be alike for --blocks, got {len(set(layers))} kinds in {config.model_type}; prune"
                 " heads or hidden units"
             )
-        if layers is not None:
+        if layers:
             config.layer_types = layers[: sizes["blocks"]]
         config.num_hidden_layers = sizes["blocks"]
     if "hidden" in sizes:
@@ -444,7 +444,7 @@ def resized_config(config: Any, sizes: Mapping[str, float]) -> dict[str, Any]:
                 f" {config.model_type}; prune hidden units or blocks"
             )
         config.num_attention_heads, config.head_dim = sizes["heads"], sizes["head_width"]
-        if getattr(config, "num_key_value_heads", None) is not None:
+        if text_settings(config).num_key_value_heads is not None:
             config.num_key_value_heads = sizes["kv_heads"]
     return {**config.to_diff_dict(), "model_type": config.model_type}
 
@@ -462,7 +462,7 @@ NARROW_FAMILIES = tuple(_PROJECTIONS)
 
 def is_narrow(config: PretrainedConfig) -> bool:
     """Returns whether a config has a width of a head, of a family whose transformers config has none."""
-    return config.model_type in NARROW_FAMILIES and getattr(config, "head_dim", None) is not None
+    return config.model_type in NARROW_FAMILIES and text_settings(config).head_dim is not None
 
 
 def narrow_class(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -26,6 +26,7 @@ from dlo_framework.models.experts.layer import DenseMLP, upcycle
 from dlo_framework.models.experts.mixture_options import MixtureOptions
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
 from dlo_tasks.language.language_models import find_base_model, find_blocks
+from dlo_tasks.language.text_settings import text_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,7 +108,7 @@ def _with_rest(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
 
 def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set[str]:
     """Returns the modules beside the blocks that run after them."""
-    plan: Any = getattr(model.config, "base_model_pp_plan", None)
+    plan = model.config.base_model_pp_plan
     order = list(plan) if plan and blocks in plan else [name for name, _ in around.named_children()]
     later = set(order[order.index(blocks) + 1 :])
     # OPT registers its final norm before the blocks, DeepSeek-V4 its hyper-connection head; BART its embeddings after.
@@ -120,7 +121,7 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
 def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, Rule]:
     base = find_base_model(model)
     prefix = f"{_name_of(model, base)}." if base is not model else ""
-    styles: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    styles: Mapping[str, str] = model.config.base_model_tp_plan or {}
     by_parent: dict[str, dict[str, Rule | None]] = {}
     for pattern, style in styles.items():
         if style not in _WHOLE:
@@ -194,7 +195,7 @@ def _sparse_mlps(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
 
     The threshold depends on the mean over all features, which a rank with some of them cannot compute.
     """
-    shares = getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()
+    shares = text_settings(model.config.get_text_config()).activation_sparsity_pattern
     name = pattern.removesuffix(".*")
     return {f"{name}.{layer}.mlp": Rule.REPLICATE for layer, share in enumerate(shares) if share}
 
@@ -245,7 +246,7 @@ def check_options(options: MixtureOptions | None, config: Any, lora: Any) -> Non
         )
     if options.count is not None and lora is not None:
         raise DloError("experts.count must be unset with lora, which freezes the experts; remove lora")
-    if options.aux_loss and getattr(config.get_text_config(), "output_router_logits", False):
+    if options.aux_loss and text_settings(config.get_text_config()).output_router_logits:
         raise DloError(
             f"experts.aux_loss must be 0 with config.output_router_logits, which adds transformers' own, got"
             f" {options.aux_loss}; remove output_router_logits"
@@ -324,8 +325,8 @@ class LoadBalancing:
         Raises:
             DloError: If the model does not return router logits.
         """
-        found = find_base_model(model)(**inputs, use_cache=False, output_router_logits=True)
-        logits = getattr(found, "router_logits", None)
+        outputs = find_base_model(model)(**inputs, use_cache=False, output_router_logits=True)
+        logits = outputs.get("router_logits")
         if not logits:
             raise DloError(
                 "config.output_router_logits must be false for models that return no router logits, got true for"
@@ -334,7 +335,7 @@ class LoadBalancing:
         mask = inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:  # A mask of documents: all tokens count.
             mask = None
-        return found[0], self.coefficient * self.measure(tuple(logits), mask)
+        return outputs[0], self.coefficient * self.measure(tuple(logits), mask)
 
 
 def find_load_balancing(model: PreTrainedModel) -> LoadBalancing | None:
@@ -343,8 +344,7 @@ def find_load_balancing(model: PreTrainedModel) -> LoadBalancing | None:
     Raises:
         DloError: If the config sets one, and the family does not have it.
     """
-    config: Any = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
+    if not text_settings(model.config.get_text_config()).output_router_logits:
         return None
     function = getattr(sys.modules[type(model).__module__], _FUNCTION, None)
     names = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")

@@ -32,6 +32,7 @@ from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention.masked_attention import run_flex
 from dlo_framework.models.autocast import autocast_dtype
 from dlo_tasks.language.batches import count_documents, mark_document_starts
+from dlo_tasks.language.text_settings import text_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,9 +76,8 @@ def is_supported(config: Any, device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.cuda is None or has_dropout(config):
         return False
-    kinds = set(getattr(config, "layer_types", None) or ())
-    chunked = getattr(config, "attention_chunk_size", None)  # Llama 4
-    return not chunked and kinds <= {"full_attention", "sliding_attention"}
+    settings = text_settings(config)
+    return not settings.attention_chunk_size and {*settings.layer_types} <= {"full_attention", "sliding_attention"}
 
 
 def choose_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel | None:
@@ -90,7 +90,7 @@ def choose_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> Kern
     """
     if has_dropout(config):
         return None
-    softcap = getattr(config, "attn_logit_softcapping", None)
+    softcap = text_settings(config).attn_logit_softcapping
     if device.type != "cuda":
         return None if softcap else "varlen"
     fits = dtype in _HALVES and torch.cuda.get_device_capability(device) >= _AMPERE
@@ -116,14 +116,15 @@ def attention_arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[st
     if kernel is None:
         return {}
     rows, length = position_ids.shape
-    window = getattr(config, "sliding_window", None)
+    settings = text_settings(config)
+    window = settings.sliding_window
     is_cut = isinstance(window, int) and window < length
     number, longest, _ = count_documents(position_ids)
     no_mask = position_ids.new_empty((0, 0, 0, 0))
-    if number == rows and not is_cut and not getattr(config, "attn_logit_softcapping", None):
+    if number == rows and not is_cut and not settings.attn_logit_softcapping:
         return {"attention_mask": no_mask}  # One document per row: causal attention suffices.
     if kernel == "flex":
-        kinds = set(getattr(config, "layer_types", None) or ()) or {"sliding_attention"}
+        kinds = set(settings.layer_types) or {"sliding_attention"}
         windows = {"full_attention": None, "sliding_attention": window if is_cut else None}
         if not is_cut or len(kinds) == 1:  # One mask for all layers.
             return {"attention_mask": block_mask(position_ids, windows.get(min(kinds)))}
@@ -366,10 +367,10 @@ def has_dropout(config: Any) -> bool:
 
 
 def _widest_head(config: Any) -> int:
-    found = [getattr(config, name, None) for name in _WIDTHS]
-    heads = getattr(config, "num_attention_heads", None) or 1
-    width = (getattr(config, "hidden_size", None) or 0) // heads
-    return max([width, *(size for size in found if isinstance(size, int))])
+    settings = text_settings(config)
+    sizes = [getattr(config, name, None) for name in _WIDTHS]
+    width = settings.hidden_size // (settings.num_attention_heads or 1)
+    return max([width, *(size for size in sizes if isinstance(size, int))])
 
 
 def dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:

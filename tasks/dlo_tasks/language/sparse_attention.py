@@ -26,6 +26,7 @@ from dlo_tasks.language.batches import IGNORE_INDEX, count_documents, mark_docum
 from dlo_tasks.language.generation import max_positions
 from dlo_tasks.language.language_models import text_config
 from dlo_tasks.language.language_plans import plan_for
+from dlo_tasks.language.text_settings import attention_implementation, text_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ def install(model: PreTrainedModel, option: Attention | str | None, device: torc
         dtype = packed_attention.dtype_of(model, device)
         dropout = packed_attention.has_dropout(config)
         has_sinks = any(getattr(part, "sinks", None) is not None for part in model.modules())
-        plain = not getattr(config, "attn_logit_softcapping", None) and not has_sinks
+        plain = not text_settings(config).attn_logit_softcapping and not has_sinks
         kernel = choose_kernel(option.kernel, mask, device, dtype, dropout=dropout, plain_scores=plain)
     names = plan_for(model).attention_names(model)
     _register()
@@ -261,17 +262,16 @@ def _register() -> None:
 
 def _check_config(model: PreTrainedModel, config: Any) -> None:
     kind = type(model).__name__
-    window = getattr(config, "sliding_window", None)
-    layers = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if getattr(config, "is_encoder_decoder", False):
+    settings = text_settings(config)
+    window, layers = settings.sliding_window, sorted({*settings.layer_types} - {"full_attention"})
+    if config.is_encoder_decoder:
         raise DloError(f"attention.mask must be for a causal model, got the encoder-decoder {kind}; remove the mask")
     if layers:
         raise DloError(
             f"attention.mask must be for layers of full attention, got {', '.join(layers)} in {kind}; set"
             " config.layer_types to full_attention for all layers, or remove the mask"
         )
-    uses = getattr(config, "use_sliding_window", True)
-    if isinstance(window, int) and uses and window < (max_positions(model.config) or window + 1):
+    if isinstance(window, int) and settings.use_sliding_window and window < (max_positions(model.config) or window + 1):
         raise DloError(
             f"attention.mask must be the only window, got config.sliding_window={window} of {kind} too; set"
             " config.sliding_window: null"
@@ -280,7 +280,7 @@ def _check_config(model: PreTrainedModel, config: Any) -> None:
 
 def _check_module(model: PreTrainedModel, name: str) -> None:
     part: Any = model.get_submodule(name)
-    if getattr(getattr(part, "config", None), "_attn_implementation", None) != NAME:
+    if attention_implementation(part) != NAME:
         raise DloError(
             f"attention '{name}' of {type(model).__name__} must use transformers' AttentionInterface for"
             f" attention.mask, got {type(part).__name__}, which does not; choose a family that does: llama, qwen3,"
