@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.distributed.groups import control_group
-from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
+from dlo_framework.distributed.step_primitives import agreed_gradient_norm, loss_scaler, skip_step
 from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
 from dlo_framework.run.resume import mid_accumulation
 from dlo_framework.strategy_abilities import DelayedGradients, ExplainsNaN, Pipelined
@@ -88,7 +88,7 @@ class FiniteLoss(PluginCallback):
         control_group(trainer)
         self._gradient.clear()
         self._has_gradients = not (drops_gradients(trainer) or _delays(trainer))
-        self._looks = self.on_nan != "ignore" and getattr(trainer.precision_plugin, "scaler", None) is None
+        self._looks = self.on_nan != "ignore" and loss_scaler(trainer.precision_plugin) is None
         stages = contract_of(trainer.strategy).find_ability(Pipelined)
         self._told_by_strategy = self._looks and stages is not None and stages.register_loss_hook(self._flag.look)
 

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import run_setup
+from dlo_framework.data.description import run_datamodule
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
 from dlo_framework.distributed.signals import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
@@ -258,7 +259,7 @@ class Trainer(LightningTrainer):
             raise DloError(f"model must be set for {command}, got none; pass the module, or fit it first")
         data = datamodule if datamodule is not None else _as_datamodule(dataloaders)
         if data is None and dataloaders is None:  # As Lightning does after a fit.
-            data = getattr(self, "datamodule", None)
+            data = run_datamodule(self)
         path = self._prepare(command, model, data, ckpt_path)
         run = getattr(super(), command)
         with self._ending():

@@ -20,6 +20,7 @@ from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.run.process import usable_cores
 from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of, data_share
 
@@ -124,6 +125,11 @@ class ResumableDataModule(LightningDataModule):
         self._made: list[weakref.ref[ResumableLoader]] = []
         self._resume: list[dict[str, int]] = []
 
+    @property
+    def overfits(self) -> bool:
+        """Whether the trainer repeats a few batches (`overfit_batches`), in order; False without a trainer."""
+        return self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
+
     def train_loader(
         self,
         dataset: Any,
@@ -148,10 +154,9 @@ class ResumableDataModule(LightningDataModule):
                 without shuffling (``overfit_batches``), it must be a ``SequentialSampler`` too. None for the usual one.
         """
         rank, world_size = data_parallel_coordinates(self.trainer)
-        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         options: dict[str, Any] = {
             "batch_size": per_rank_batch(self.batch_size, world_size),
-            "shuffle": not overfit,
+            "shuffle": not self.overfits,
             "seed": self.seed,
             "rank": rank,
             "world_size": world_size,
@@ -351,13 +356,6 @@ def default_workers(cores: int, on_accelerator: bool) -> int:
 
 def _cores_of_rank(ranks: int) -> int:
     """Returns this rank's share of its node's cores; in a SLURM task, the task's own."""
-    usable, own = _usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    usable, own = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
     is_task = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     return min(usable, int(own)) if is_task and own.isdigit() and int(own) else usable // ranks
-
-
-def _usable_cores() -> int:
-    """The cores that this process may use, which a container or a batch system can limit."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

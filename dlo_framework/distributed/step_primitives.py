@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -41,7 +42,7 @@ def agreed_gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
     """
     strategy, inner, plugin = trainer.strategy, torch_optimizer(optimizer), trainer.precision_plugin
     norm: Tensor = getattr(plugin, "gradient_norm", contract_of(strategy).gradient_norm)(inner)
-    scaler: Any = getattr(plugin, "scaler", None)
+    scaler = loss_scaler(plugin)
     if scaler is not None and _unscales_itself(inner):
         norm = norm / scaler._scale.to(norm.device)  # torch (2.11 to 2.15): `get_scale` waits for the device.
     replicas = contract_of(strategy).find_ability(Replicas)
@@ -61,7 +62,7 @@ def skip_step(trainer: Trainer, optimizer: Any) -> None:
         optimizer: Optimizer that the hook gets.
     """
     inner, plugin, step = torch_optimizer(optimizer), trainer.precision_plugin, trainer.global_step
-    scaler: Any = getattr(plugin, "scaler", None)
+    scaler = loss_scaler(plugin)
     if scaler is not None and _unscales_itself(inner):
         scaler.unscale_(inner)  # Without gradients it could not look for infinities in them, and would raise.
     for parameter in (p for group in inner.param_groups for p in group["params"]):
@@ -83,6 +84,11 @@ def skip_step(trainer: Trainer, optimizer: Any) -> None:
                 group[name] = value.copy_(saved) if isinstance(value, Tensor) else saved
 
     handle = inner.register_step_post_hook(restore)
+
+
+def loss_scaler(plugin: Precision) -> Any | None:
+    """Returns the gradient scaler of a precision plug-in; None where the loss is not scaled."""
+    return getattr(plugin, "scaler", None)
 
 
 def _unscales_itself(optimizer: Optimizer) -> bool:

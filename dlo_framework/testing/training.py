@@ -32,6 +32,7 @@ from dlo_framework.data import hash64
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.precision import with_sharded_clipping
+from dlo_framework.distributed.step_primitives import loss_scaler
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.random_streams import preserved_random_state, seed_all
 from dlo_framework.run.resume import ReplayedLoader
@@ -200,7 +201,7 @@ def _clip_precisely(trainer: Trainer) -> None:
     differ: see :func:`~dlo_framework.norms.total_norm`.
     """
     plugin, strategy = trainer.precision_plugin, trainer.strategy
-    whole = contract_of(strategy).zero_stage == 0 and getattr(plugin, "scaler", None) is None
+    whole = contract_of(strategy).zero_stage == 0 and loss_scaler(plugin) is None
     if whole and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
         strategy.precision_plugin = with_sharded_clipping(plugin, contract_of(strategy).gradient_norm)
 

@@ -273,7 +273,7 @@ main.main(["fit", "--config", "quickstart"])
 def test_loading_processes_are_as_many_as_the_machine_has_cores_for(monkeypatch) -> None:
     assert [data_module.default_workers(cores, False) for cores in (0, 1, 6, 64)] == [0, 1, 6, 8]
     assert [data_module.default_workers(cores, True) for cores in (0, 1, 2, 16, 64)] == [1, 1, 1, 15, 32]
-    monkeypatch.setattr(data_module, "_usable_cores", lambda: 96)
+    monkeypatch.setattr(data_module, "usable_cores", lambda: 96)
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert data_module._cores_of_rank(8) == 12
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "10")
@@ -284,5 +284,5 @@ def test_loading_processes_are_as_many_as_the_machine_has_cores_for(monkeypatch)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert data_module._cores_of_rank(8) == 12  # One task, in which torchrun starts the ranks.
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr(data_module, "_usable_cores", lambda: 4)
+    monkeypatch.setattr(data_module, "usable_cores", lambda: 4)
     assert data_module._cores_of_rank(8) == 4

@@ -18,6 +18,7 @@ from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import versions
 from dlo_framework.registry import Registry
+from dlo_framework.run.process import usable_cores
 from dlo_framework.units import format_bytes
 
 DESCRIPTION = """Check versions, devices and their links, disk, ports, optional packages, and a collective of two ranks.
@@ -82,7 +83,7 @@ def check_devices() -> Iterator[Finding]:
     """Yields findings on devices, their links and NCCL."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     threads = os.environ.get("OMP_NUM_THREADS", "unset")
     yield Finding("cpu", "ok", f"{cores} cores for this process, OMP_NUM_THREADS {threads}")
     if not torch.cuda.is_available():

@@ -261,8 +261,7 @@ class ImageFolderData(ImageData):
             return self.train_loader(dataset, repeats=self.repeated_augment)
         parts = dataset.source.sources if isinstance(dataset.source, JoinedImages) else [dataset.source]
         order = self.mix_options.order(list(self.mixed_roots or {"root": ""}), list(map(len, parts)), self.seed)
-        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
-        make_sampler = partial(InOrderBatchSampler if overfit else ResumableBatchSampler, order.size, order=order)
+        make_sampler = partial(InOrderBatchSampler if self.overfits else ResumableBatchSampler, order.size, order=order)
         return self.train_loader(dataset, repeats=self.repeated_augment, make_sampler=make_sampler)
 
     def _choose_decoder(self, dataset: ImageDataset) -> str:

@@ -491,9 +491,8 @@ class TextData(ResumableDataModule):
         if isinstance(dataset, JoinedWindows):
             names = [source.name for source in self.sources]
             options["order"] = self.mix_options.order(names, list(map(len, dataset.parts)), self.seed)
-        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         make_sampler = partial(
-            InOrderTextBatchSampler if overfit else TextBatchSampler,
+            InOrderTextBatchSampler if self.overfits else TextBatchSampler,
             options["order"].size if options else len(dataset),
             count_targets=dataset.count_targets,
             lengths=dataset.lengths,

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from dlo_framework.data import ignore_stop_signals
 from dlo_framework.errors import DloError
 from dlo_framework.lock import build_once
+from dlo_framework.run.process import usable_cores
 from dlo_tasks.language.chat import encode_conversation, encode_without_end
 from dlo_tasks.language.records import Record, content_hash, format_location, read_records
 from dlo_tasks.language.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store
@@ -123,7 +124,7 @@ def tokenize_in_processes(
         DloError: If a record cannot be tokenised, or a process is killed.
     """
     if processes is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         processes = 1 if total_bytes < _LARGE else cores
     if processes == 1:
         yield from tokenize(records)
