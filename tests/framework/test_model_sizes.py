@@ -98,7 +98,8 @@ def test_a_bias_depends_on_the_offset_relative_to_the_image(height, width):
 
 
 @pytest.mark.parametrize(
-    "name", ["vit, no class token", "coatnet", pytest.param("coatnet, mlp", marks=pytest.mark.slow)]
+    "name",
+    ["vit, no class token", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coatnet", "coatnet, mlp"))],
 )
 def test_it_compiles_to_one_graph_a_size(name):
     model = build(name, **({"depths": (1, 1, 1, 1)} if name in ATTENTIVE else {}))

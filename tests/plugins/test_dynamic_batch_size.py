@@ -233,10 +233,8 @@ def test_a_run_that_follows_the_noise_resumes_exactly(tmp_path):
         return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
 
     whole = run(tmp_path / "whole", callback())
-    for stop in (3, 20):
-        folder = tmp_path / str(stop)
-        before = run(folder, callback(), stop=stop)
-        assert before + run(folder, callback(), resume=True) == whole, stop
+    before = run(tmp_path / "stopped", callback(), stop=20)
+    assert before + run(tmp_path / "stopped", callback(), resume=True) == whole
 
 
 # --- after an exception ------------------------------------------------------------------------------------
