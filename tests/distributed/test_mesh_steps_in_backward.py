@@ -92,7 +92,8 @@ def test_a_mesh_has_the_weights_of_the_ordinary_step(tmp_path: Path, world: int,
             assert "pp=2 adds up the gradients of micro-batches" in found.pop("pp")
         assert len(found) == len(cells)
         for name, (steps, losses, (plain, peak), _) in found.items():
-            assert steps >= 3 * 6, name  # Full tensors are stepped by unit, of which there are six.
+            # Full tensors are stepped by unit: a rank owns tensors of four to six of the six.
+            assert steps >= 3 * 4, name
             assert losses[-1] != losses[0], name
             assert peak < 0.7 * plain, (name, peak, plain)
     for name, (_, _, _, difference) in ranks[0].items():
