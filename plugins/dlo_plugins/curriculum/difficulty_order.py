@@ -91,7 +91,7 @@ class DifficultyOrder(PluginCallback):
                 "DifficultyOrder: packing must be best_fit, got none, which orders samples by length; set packing:"
                 " best_fit"
             )
-        if trainer.overfit_batches:
+        if trainer.overfit_batches:  # type: ignore[attr-defined]
             raise DloError("DifficultyOrder: overfit_batches must be 0, got an order that never changes; leave it out")
         if self.scores is not None:
             read_scores(self.scores)
