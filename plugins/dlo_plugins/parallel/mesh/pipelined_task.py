@@ -116,10 +116,11 @@ class PipelineOptions:
         """
         if self.split is not None:
             return self.split
-        costs = forward_costs(task, plan, datamodule)
+        stages = make_placement(self.schedule, ranks, self.stages_per_rank).stages
+        has_choice = len(plan.block_names(task.model, repeated=True)) > stages
+        costs = forward_costs(task, plan, datamodule) if has_choice else None
         if costs is None:
             return "balanced"
-        stages = make_placement(self.schedule, ranks, self.stages_per_rank).stages
         return balance_stages(costs.blocks, stages, costs.stem, costs.head)
 
 
