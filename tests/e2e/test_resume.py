@@ -5,7 +5,13 @@ import signal
 
 PLAIN = ["--config", "small.yaml"]
 CONFIG = """
-trainer: {max_epochs: 4, limit_train_batches: 22, log_every_n_steps: 2, accumulate_grad_batches: 3, accelerator: cpu}
+trainer:
+  max_epochs: 4
+  limit_train_batches: 22
+  limit_val_batches: 2
+  log_every_n_steps: 2
+  accumulate_grad_batches: 3
+  accelerator: cpu
 model:
   class_path: ImageClassifier
   init_args:
