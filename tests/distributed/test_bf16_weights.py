@@ -21,7 +21,7 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.stochastic_rounding import StochasticSteps
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import Module, mine, trainer
+from support.fsdp_nets import Module, WithAdafactor, mine, trainer
 
 HALF, RATE, MOMENTUM = torch.bfloat16, 2.0**-9, 0.5
 STRATEGIES: dict[str, Any] = {
@@ -65,13 +65,6 @@ class Exact(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=RATE, momentum=MOMENTUM)
-
-
-class WithAdafactor(Module):
-    """Its optimizer needs full tensors."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.net.parameters(), lr=0.02)
 
 
 def fit(rank: int, world: int, module: Any, strategy: Any, resume: Path | None = None, **options: Any) -> Any:

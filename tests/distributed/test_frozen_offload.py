@@ -15,14 +15,12 @@ from dlo_framework.distributed.strategy import SingleProcessStrategy
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import run_distributed
 from dlo_plugins.distill.callback import Distill
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.distill_runs import lm, seeded, sharp
 from support.frozen_runs import batches, make_trainer, slice_rows
 from support.fsdp_nets import Batches
-from support.late import LateStream
+from support.late import DEVICE, LateStream, OnDevice
 
 #: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
-DEVICE = torch.device("cpu", 0)
 STEPS = 3
 
 
@@ -32,15 +30,9 @@ class OneOnDevice(SingleProcessStrategy):
         return DEVICE
 
 
-class ZeroOnDevice(ZeroStrategy):
-    @property
-    def root_device(self) -> torch.device:
-        return DEVICE
-
-
 STRATEGIES: dict[str, Callable[[], Any]] = {
-    "zero2": lambda: ZeroOnDevice(2),
-    "zero3": lambda: ZeroOnDevice(3),
+    "zero2": lambda: OnDevice(2),
+    "zero3": lambda: OnDevice(3),
 }
 
 

@@ -22,22 +22,13 @@ from dlo_plugins.profile.operations import EXPOSED
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from support.monitored import is_the_step
+from support.runs import Losses
 from support.strategies import STRATEGIES
 from support.trainers import quiet_trainer
 
 #: Gathers ahead of their use.
 SOME = ("zero3",)
 STEPS = 9
-
-
-class Losses(Callback):
-    """Keeps each step's loss."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(float(outputs["loss"]))
 
 
 def train(folder: Path, strategy: Any, module: Any, data: Any, callbacks: list[Callback]) -> Trainer:
@@ -57,7 +48,7 @@ def train(folder: Path, strategy: Any, module: Any, data: Any, callbacks: list[C
 
 def classifier() -> ImageClassifier:
     seed_everything(5, verbose=False)
-    args = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
+    args = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
     return ImageClassifier("vit_tiny_patch16_224", model_args=args, num_classes=10, schedule="constant")
 
 

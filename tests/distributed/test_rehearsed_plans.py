@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
@@ -29,6 +29,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import SIZES, TYPES, tiny
 from support.image_models import IMAGE_MODELS, TRANSFORMERS, options
+from support.runs import Losses
 from support.token_batches import Batches
 
 ROWS, LENGTH, STEPS = 4, 16, 2
@@ -50,16 +51,6 @@ class Shapes:
     """What a datamodule tells of its batches before it has read any."""
 
     seq_len, batch_size, num_classes = LENGTH, ROWS, 3
-
-
-class Losses(Callback):
-    """Keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(float(outputs["loss"]))
 
 
 def make(kind: str, name: str) -> Task:

@@ -20,24 +20,14 @@ from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language.causal_lm import CausalLM
-from support.fsdp_nets import Module, mine, trainer
-from support.late import LateCopied, late, late_along_axes
+from support.fsdp_nets import Module, WithAdafactor, mine, trainer
+from support.late import DEVICE, LateCopied, OnDevice, late, late_along_axes
 from support.token_batches import GROUPED, Tokens
 
 #: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
-DEVICE = torch.device("cpu", 0)
 #: So small that several buckets have one length, and take turns in one buffer.
 BUCKET_MB = 2e-4
-
-
-class OnDevice(ZeroStrategy):
-    """ZeRO whose ranks' device is not the memory that it offloads to."""
-
-    @property
-    def root_device(self) -> torch.device:
-        return DEVICE
 
 
 def _zero(stage: Any, offload: Any = None) -> Callable[[], Any]:
@@ -56,13 +46,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": FSDPStrategy,
     "fsdp offload": lambda: FSDPStrategy(offload=True),
 }
-
-
-class WithAdafactor(Module):
-    """Its optimizer needs full tensors."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.net.parameters(), lr=0.05)
 
 
 class Penalised(Module):

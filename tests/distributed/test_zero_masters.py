@@ -19,9 +19,10 @@ from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
-from support.fsdp_nets import Module, differ, mine, trainer
+from support.fsdp_nets import Module, WithAdafactor, differ, mine, trainer
+from support.late import OnDevice
 
-DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
+CPU = torch.device("cpu")
 HALF = torch.bfloat16
 STEPS = 4
 
@@ -70,14 +71,6 @@ def test_a_rank_of_64_holds_what_the_paper_s_formula_says(rank_0_of_64: None, st
     assert 16 * psi / total > {1: 4, 2: 7, 3: 60}[stage]  # The paper's 4x, 8x and N in the limit.
 
 
-class OnDevice(ZeroStrategy):
-    """ZeRO whose ranks' device is not the memory that it offloads to."""
-
-    @property
-    def root_device(self) -> torch.device:
-        return DEVICE
-
-
 class WithNorm(Module):
     """A batch norm, whose weights stay in single precision, and a frozen part."""
 
@@ -89,13 +82,6 @@ class WithNorm(Module):
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.net.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=0.02, eps=1e-3, weight_decay=0.1)
-
-
-class WithAdafactor(Module):
-    """Its optimizer needs full tensors."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.net.parameters(), lr=0.02)
 
 
 CASES: dict[str, tuple[type[Module], int, str | None]] = {

@@ -119,6 +119,13 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=self.rate, eps=1e-5, weight_decay=0.1)
 
 
+class WithAdafactor(Module):
+    """Its optimizer needs full tensors."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.net.parameters(), lr=0.02)
+
+
 def alone(
     module: Any, epochs: int = 1, parts: int = 1, clip: float | None = None, accumulate: int = 1
 ) -> dict[str, Tensor]:

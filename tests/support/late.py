@@ -21,6 +21,18 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.parallel.context import shared_attention
 from dlo_plugins.parallel.pipeline.exchange import Link
 from dlo_plugins.parallel.zero import flat_group
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+
+#: Device that is not the memory that models are offloaded to, though it is the same.
+DEVICE = torch.device("cpu", 0)
+
+
+class OnDevice(ZeroStrategy):
+    """ZeRO whose ranks' device is not the memory that it offloads to."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return DEVICE
 
 
 class LateWork:

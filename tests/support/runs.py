@@ -44,6 +44,16 @@ class Watch(Callback):
             trainer.should_stop = trainer.should_stop or self.stops
 
 
+class Losses(Callback):
+    """Keeps this rank's loss of each batch."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
 class StopAt(Callback):
     """Stops a run at a batch: with a checkpoint there, or by a crash, which leaves that of the last validation.
 
