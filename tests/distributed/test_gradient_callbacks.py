@@ -27,13 +27,9 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     # DeepSpeed has no double precision.
     "single": (texts, {"optimizer": "momentum", "optimizer_args": {}}, {"accumulate_grad_batches": 2}),
 }
-#: The composition table has the other strategies.
-STRATEGIES = {
-    "images": ["zero2"],
-    "texts": ["zero3_offload", "tp", "pp"],
-    "full tensors": ["tp"],
-    "single": ["deepspeed_3"],
-}
+#: What runs each time: each kind of division. The composition table has the other strategies.
+SOME = {"images": ["zero2"], "texts": ["pp"], "full tensors": ["tp"], "single": ["deepspeed_3"]}
+OTHERS = {"texts": ["zero3_offload", "tp"]}
 
 
 class Fractions(DummyLogger):
@@ -104,8 +100,9 @@ def compare(folder: Path, alone: dict[str, Any], wanted: dict[str, list[str]]) -
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_are_one_process(folder, alone):
-    compare(folder, alone, STRATEGIES)
+@pytest.mark.parametrize("wanted", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_two_ranks_are_one_process(folder, alone, wanted):
+    compare(folder, alone, wanted)
 
 
 def test_the_callbacks_change_training(folder, alone):

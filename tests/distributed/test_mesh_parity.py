@@ -163,10 +163,9 @@ def test_deferred_weight_gradients_of_gathered_halves_are_summed_in_single_preci
             assert row.loss.difference < 0.01
 
 
-def test_pairs_of_axes_train_as_one_process() -> None:
-    """One with recomputation; test_gradient_shares has others. All, and each axis alone, are a slow test below."""
-    axes = ({"dp_replicate": 2, "cp": 2}, {"pp": 2, "tp": 2, "sequence_parallel": True, **RECOMPUTED})
-    assert_parity(llm, cases(*axes), world_size=4, steps=2)
+def test_copies_of_ranks_that_share_sequences_train_as_one_process() -> None:
+    """test_gradient_shares has pipelines with tp and dp, and tp with dp. All pairs are a slow test below."""
+    assert_parity(llm, cases({"dp_replicate": 2, "cp": 2}), world_size=4, steps=2)
 
 
 @pytest.mark.slow

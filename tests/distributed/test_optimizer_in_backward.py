@@ -119,8 +119,8 @@ def train(
 
 #: By module and limit of gradients, the strategies of the ordinary test; the slow one has all.
 SOME: dict[tuple[type[Module], float | None], Any] = {
-    (Scaled, 0.01): ("ddp", "zero2", "fsdp", "zero3 offload"),
-    (GroupCounts, None): ("zero3", "fsdp offload"),
+    (Scaled, 0.01): ("ddp", "zero2", "fsdp"),
+    (GroupCounts, None): ("zero3 offload",),
 }
 ALL = {(module, clip): STRATEGIES for module in (Scaled, GroupCounts, Momentum, FullTensors) for clip in (None, 0.01)}
 

@@ -33,8 +33,8 @@ def engine_of(stage: int, model: nn.Module, optimizer: Any, bucket_elements: int
     return ZeroEngine(model, [optimizer], units, Communicator(), CPU, options)
 
 
-def efficientnet() -> tuple[nn.Module, Any]:
-    model = timm.create_model("efficientnet_b0", num_classes=10)
+def mobilenet() -> tuple[nn.Module, Any]:
+    model = timm.create_model("mobilenetv3_small_050", num_classes=10)
     # Not one that goes through its tensors in Python: ranks of ZeRO have fewer of them, and the count would hide calls.
     return model, torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
 
@@ -42,7 +42,7 @@ def efficientnet() -> tuple[nn.Module, Any]:
 def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
     """Returns calls of a step, buckets, and how often a bucket is looked at or cut, under DDP and each stage."""
     x, found = torch.randn(2, 3, 32, 32), {}
-    model, optimizer = efficientnet()
+    model, optimizer = mobilenet()
     wrapped = DistributedDataParallel(model)
 
     def plain() -> None:
@@ -54,7 +54,7 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
         plain()
     found["ddp"] = count_python_calls(plain), 0, 0
     for stage, mega in ((1, 25), (2, 1), (3, 25)):
-        model, optimizer = efficientnet()
+        model, optimizer = mobilenet()
         engine = engine_of(stage, model, optimizer, mega * 2**18)
 
         def step(engine: ZeroEngine = engine, model: nn.Module = model, optimizer: Any = optimizer) -> None:
