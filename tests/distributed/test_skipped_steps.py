@@ -120,6 +120,8 @@ LEFT_OUT = {
     "fsdp": ("lamb", STRATEGIES["fsdp"], "value"),
     "pp": ("adamw", lambda: MeshStrategy(pp=2, micro_batches=2), "value"),
 }
+#: Of them, those whose gradients have spikes: in full, in shards, and of a stage.
+SPIKED = ("ddp", "zero3", "pp")
 
 
 def _left_out(rank: int, world: int) -> dict[str, Any]:
@@ -129,6 +131,8 @@ def _left_out(rank: int, world: int) -> dict[str, Any]:
         batches = [tuple(part.chunk(share[1])[share[0]] for part in batch) for batch in data()]
         for case in ("finite", "spike", "scaler", "scaler, without"):
             if "scaler" in case and strategy not in ("zero3", "fsdp"):
+                continue
+            if case == "spike" and strategy not in SPIKED:
                 continue
             own = batches[:SKIPPED] + batches[SKIPPED + 1 :] if "without" in case else batches
             judge = Judge(skips=case == "scaler")
@@ -155,7 +159,7 @@ def test_a_skipped_step_changes_nothing_under_any_strategy() -> None:
     ranks = run_distributed(_left_out, 2, timeout=300)
     raised = [value for found in ranks for value in found.values() if isinstance(value, str)]
     assert not raised, raised[0]
-    assert len(ranks[0]) == 2 * len(LEFT_OUT) + 2 * 2
+    assert len(ranks[0]) == len(LEFT_OUT) + len(SPIKED) + 2 * 2
     for case, (weights, norms, parts, name) in ranks[0].items():
         others, finite = ranks[1][case][1], [*norms[:SKIPPED], *norms[SKIPPED + 1 :]]
         if case.endswith("finite"):  # The step's own norm is NaN until its gradients are dropped, and 0 then.

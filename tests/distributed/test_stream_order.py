@@ -197,8 +197,8 @@ def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
         def weights(options: dict[str, Any] = options) -> list[float]:
             torch.manual_seed(0)
             task = Language(config={"model_type": "llama", **GROUPED, "num_hidden_layers": 4})
-            run = trainer(world_size, MeshStrategy(**options), max_steps=4)
-            run.fit(task, datamodule=Tokens(1, steps=4))
+            run = trainer(world_size, MeshStrategy(**options), max_steps=3)
+            run.fit(task, datamodule=Tokens(1, steps=3))
             return task.sums
 
         in_order = weights()
