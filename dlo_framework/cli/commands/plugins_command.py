@@ -82,8 +82,8 @@ def _parser() -> CommandParser:
     place.add_argument(
         "--in-tree",
         metavar="FEATURE",
-        help="in a clone of dlo: write it into this folder of plugins/dlo_plugins or tasks/dlo_tasks, such as"
-        " gradients, with its test, its section in docs/plugins and its line in setup.cfg",
+        help="in a clone of dlo: write it into this feature's folder, such as gradients,"
+        " with its test, its section in docs/plugins and its line in setup.cfg",
     )
     return parser
 
@@ -241,7 +241,7 @@ def write_in_tree(kind: str, name: str, feature: str, registry: Registry) -> str
     Args:
         kind: Kind of plug-in, one of :data:`dlo_framework.registry.KINDS`.
         name: Name of the module, in snake_case; the class has the same name in CamelCase.
-        feature: Folder of the feature in ``plugins/dlo_plugins`` or ``tasks/dlo_tasks``: ``gradients``.
+        feature: Folder of the feature in a package of plug-ins or of tasks: ``gradients``.
         registry: Registry of the installed plug-ins, whose names are taken.
 
     Returns:
@@ -252,7 +252,7 @@ def write_in_tree(kind: str, name: str, feature: str, registry: Registry) -> str
             the name is not in snake_case or is taken, a file exists, or ruff is missing.
     """
     class_name = _check_name(kind, name, registry)
-    homes = [Path("plugins/dlo_plugins"), Path("tasks/dlo_tasks")]
+    homes = [*Path("plugins").glob("dlo_*"), *Path("tasks").glob("dlo_*")]
     folders = {file.parent.relative_to(home).as_posix(): file.parent for home in homes for file in home.rglob("*/*.py")}
     if not folders:
         raise DloError(f"--in-tree must be used in the root of a clone of dlo, got {Path.cwd()}; use --dir elsewhere")
