@@ -133,12 +133,17 @@ def check_on_file_system(option: str, path: str | Path) -> None:
         )
 
 
+def find_best_metric(model: LightningModule) -> tuple[str, str] | None:
+    """Returns the metric of a model's best checkpoint and its mode; None for a model that keeps none."""
+    return getattr(model, "best_metric", ASSUMED_METRIC)
+
+
 def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
     """Returns the ModelCheckpoint that saves a run's best checkpoint; none if the model's ``best_metric`` is None.
 
     For a model without the attribute the best checkpoint is that of the lowest ``val_loss``, if it is logged.
     """
-    metric, mode = getattr(model, "best_metric", ASSUMED_METRIC) or (None, "min")
+    metric, mode = find_best_metric(model) or (None, "min")
     if metric is None:
         return []
     checkpoint = BestIfLogged(

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
+from dlo_framework.distributed.step_primitives import loss_scaler
 from dlo_framework.errors import DloError, check_choice, check_number, check_one_of
 from dlo_framework.norms import total_norm
 from dlo_framework.progress import (
@@ -424,7 +425,7 @@ class NoiseMeter:
 
     def after_first_micro_batch(self, trainer: Trainer, parameters: list[Tensor], batches: int) -> None:
         """Measures the gradient of one micro-batch; ``batches`` is the divisor of its loss."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = loss_scaler(trainer.precision_plugin)
         scale = scaler.get_scale() if scaler is not None else 1.0
         self._small = _squared_norm(parameters) * (batches / scale) ** 2
 

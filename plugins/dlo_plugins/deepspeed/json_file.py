@@ -53,7 +53,7 @@ class DeepSpeedJson(dict[str, Any]):
 
 def get_source(config: Mapping[str, Any]) -> str:
     """Returns the name that messages use for a configuration."""
-    return getattr(config, "source", INLINE)
+    return config.source if isinstance(config, DeepSpeedJson) else INLINE
 
 
 def read_json(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:

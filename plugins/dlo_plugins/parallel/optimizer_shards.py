@@ -445,6 +445,11 @@ class FullTensorShard(OptimizerShard[Group]):
         return torch.empty(shape, dtype=dtype, device=self.groups[0].step_device)
 
 
+def clips_by_global_norm(optimizer: Any) -> bool:
+    """Returns whether an optimizer is timm's Lamb (1.0), which computes the norm of all gradients in one method."""
+    return hasattr(optimizer, "_get_clip_grad_norm")
+
+
 def patch_global_norm(optimizer: Any, norm: Callable[[], Tensor]) -> bool:
     """Makes an optimizer that clips by the global gradient norm compute that norm over all ranks.
 
@@ -457,7 +462,7 @@ def patch_global_norm(optimizer: Any, norm: Callable[[], Tensor]) -> bool:
     Returns:
         Whether it clips by the global norm; False for one that depends on all tensors in another way.
     """
-    if not hasattr(optimizer, "_get_clip_grad_norm"):
+    if not clips_by_global_norm(optimizer):
         return False
 
     def clip_by_global_norm() -> Tensor | None:

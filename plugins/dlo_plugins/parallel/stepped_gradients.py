@@ -27,7 +27,7 @@ from dlo_framework.models.recompute import in_backward
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_framework.strategy_abilities import SeparateParameters
 from dlo_framework.strategy_contract import contract_of
-from dlo_plugins.parallel.user_code import calling_module, watch_hooks
+from dlo_plugins.parallel.user_code import attribute_of, calling_module, watch_hooks
 
 #: Packages whose code reads gradients of parameters in their places, or only drops them.
 _LIBRARIES = (
@@ -115,12 +115,12 @@ class UserAccess(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises a DloError for the ``grad`` of one of the parameters; calls any other function."""
-        attribute, name = getattr(func, "__self__", None), self._names.get(id(args[0])) if args else None
-        if name is None or (attribute is not Tensor.grad and attribute is not Tensor.data):
+        attribute, name = attribute_of(func), self._names.get(id(args[0])) if args else None
+        if name is None or attribute not in ("grad", "data"):
             return func(*args, **(kwargs or {}))
         caller = calling_module()
         is_users = not caller.startswith(_LIBRARIES) and not in_backward()
-        if is_users and attribute is Tensor.grad:
+        if is_users and attribute == "grad":
             raise DloError(gradients_message([name]))
         found = func(*args, **(kwargs or {}))
         if is_users:

@@ -97,7 +97,7 @@ def _left_modes() -> list[TorchFunctionMode]:
 
 def uses_values(function: Any) -> bool:
     """Returns whether a function that ``__torch_function__`` receives may read or write a tensor's values."""
-    name = getattr(function, "__name__", "")
+    name = function_name(function)
     if name == "__get__":
         return attribute_of(function) in _TENSORS
     return name not in _NOT_VALUES
@@ -118,9 +118,14 @@ def calling_module() -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+def function_name(function: Any) -> str:
+    """Returns the name of a function that ``__torch_function__`` receives; empty without one."""
+    return str(getattr(function, "__name__", ""))
+
+
 def attribute_of(function: Any) -> str:
     """Returns the name of the attribute that a function reads or writes; empty for other functions."""
-    return str(getattr(getattr(function, "__self__", None), "__name__", ""))
+    return function_name(getattr(function, "__self__", None))
 
 
 #: Packages whose code reads weights through the strategy only.
@@ -226,7 +231,7 @@ class GradientWrites(LowestMode):
         Raises:
             DloError: It does.
         """
-        name = getattr(func, "__name__", "")
+        name = function_name(func)
         writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
         for leaf in tree_leaves((args, kwargs)) if writes and self._gradients else ():
             source = self._aliases[id(leaf)][1] if id(leaf) in self._aliases else leaf
@@ -269,7 +274,7 @@ class JointGradients(LowestMode):
             if result is not None:
                 self._sources[result] = {id(args[0])}
             return result
-        if getattr(func, "__name__", "").startswith("_foreach"):
+        if function_name(func).startswith("_foreach"):
             for place, value in enumerate(result or ()):
                 self._add(value, self._of([item[place] for item in args if isinstance(item, list | tuple)]))
             return result

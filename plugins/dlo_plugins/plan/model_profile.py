@@ -30,7 +30,9 @@ from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import copy_modules, fake_copy, fake_like, fake_tensors
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
 from dlo_framework.task_abilities import BoundsLogits
+from dlo_plugins.parallel.user_code import function_name
 from dlo_plugins.plan.operation_recorder import (
     FusedKernels,
     Operation,
@@ -81,7 +83,7 @@ class _SingleFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _SINGLE and torch.is_autocast_enabled("cpu"):
+        if function_name(func) in _SINGLE and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_single, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -164,12 +166,12 @@ def profile_model(
     Raises:
         DloError: A step fails on fake tensors, or is the module's own loop (manual optimization).
     """
-    if not getattr(task, "automatic_optimization", True):
+    if not task.automatic_optimization:
         raise DloError(
             f"a module must leave its optimizer to the Trainer to be planned, got {type(task).__name__} with"
             " automatic_optimization = False; measure a run with the callback Profile"
         )
-    has_model = plan is not None and isinstance(getattr(task, "model", None), nn.Module)
+    has_model = plan is not None and isinstance(task, Task)
     own = copy_modules(task)
     own.__dict__["_trainer"] = None
     rows = max(batch_size(batch), 1)
@@ -489,7 +491,7 @@ class _Profiler:
     def _loss(self, batch: Any, dtype: torch.dtype | None) -> Tensor:
         """Returns the loss; the model's inputs are cast to a dtype, if there is one."""
         task = self.task
-        if self.plan is None or not hasattr(task, "inputs"):
+        if self.plan is None or not isinstance(task, Task):
             takes_number = is_param_in_hook_signature(task.training_step, "batch_idx", min_args=2)  # As Lightning asks.
             found = task.training_step(batch, 0) if takes_number else task.training_step(batch)
             loss = found["loss"] if isinstance(found, dict) else found
@@ -567,7 +569,7 @@ class _Profiler:
             tied=tied,
             length=length,
             tp=self.regions.sizes,
-            pp=len(self.names) if hasattr(task, "inputs") and self.names else 1,
+            pp=len(self.names) if isinstance(task, Task) and self.names else 1,
             cp=length is not None,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             max_logits=None if bounds is None else bounds.max_logits(self.device),

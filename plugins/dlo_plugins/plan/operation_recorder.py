@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dlo_framework.batches import tree_leaves
 from dlo_framework.models.experts.layer import OPERATORS
@@ -247,6 +248,7 @@ class FusedKernels(TorchFunctionMode):
     def __init__(self, recorder: Recorder, device: str = "cuda") -> None:
         super().__init__()
         self._recorder, self._on_cpu = recorder, device == "cpu"
+        self._before_repeat: Any = WeakIdKeyDictionary()  # keys and values, by the tensors with their heads repeated
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
@@ -256,7 +258,7 @@ class FusedKernels(TorchFunctionMode):
         repeats = self._on_cpu and func is Tensor.reshape and args[0].ndim == 5
         if repeats and args[0].stride(2) == 0 and args[0].shape[2] > 1:
             repeated = func(*args, **kwargs)
-            repeated.__dict__["_before_repeat"] = args[0].select(2, 0)
+            self._before_repeat[repeated] = args[0].select(2, 0)
             return repeated
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -265,7 +267,7 @@ class FusedKernels(TorchFunctionMode):
         query, key, value = given["query"], given["key"], given["value"]
         if self._on_cpu and given.get("dropout_p"):
             return func(*args, **kwargs)
-        key, value = (getattr(tensor, "_before_repeat", tensor) for tensor in (key, value))
+        key, value = (self._before_repeat.get(tensor, tensor) for tensor in (key, value))
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
         length = query.shape[-2]

@@ -32,6 +32,7 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.callback import PluginCallback
 from dlo_framework.checkpoint import check, load, save
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
+from dlo_framework.defaults import ASSUMED_METRIC, find_best_metric
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean
@@ -411,7 +412,7 @@ class Prune(PluginCallback):
         """Notes the metric at the current sparsity."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        metric, _ = getattr(pl_module, "best_metric", None) or ("val_loss", "min")
+        metric, _ = find_best_metric(pl_module) or ASSUMED_METRIC
         value = trainer.callback_metrics.get(metric)
         if value is None:
             return

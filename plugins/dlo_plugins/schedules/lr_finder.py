@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
@@ -242,7 +243,7 @@ def set_learning_rate(trainer: Trainer, lr: float) -> None:
 
 
 def _scale_scheduler(scheduler: Any, factor: float) -> None:
-    for part in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
+    for part in scheduler._schedulers if isinstance(scheduler, SequentialLR | ChainedScheduler) else ():
         _scale_scheduler(part, factor)
     for name in _SCHEDULER_RATES:
         rates = getattr(scheduler, name, None)

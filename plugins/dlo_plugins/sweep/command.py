@@ -329,7 +329,7 @@ def inspect(configs: list[str], words: list[str]) -> dict[str, Any]:
     together = scan(["fit", *(word for path in configs for word in ("--config", path)), *words])
     with prepared_process(together):
         from dlo_framework.cli.lightning_cli import DloCLI
-        from dlo_framework.defaults import ASSUMED_METRIC
+        from dlo_framework.defaults import find_best_metric
         from dlo_framework.run_setup import check_strategy
         from dlo_framework.testing.training import silence_lightning
 
@@ -340,7 +340,7 @@ def inspect(configs: list[str], words: list[str]) -> dict[str, Any]:
         cli.build()
         for words in others:
             check_strategy(cli.parser.parse_args(words).fit.trainer.strategy)
-        metric, mode = getattr(cli.model, "best_metric", ASSUMED_METRIC) or (None, None)
+        metric, mode = find_best_metric(cli.model) or (None, None)
         return {"metric": metric, "mode": mode, "validations": count_validations(cli.trainer_options)}
 
 

@@ -260,7 +260,7 @@ def check_model(module: nn.Module, plan: ParallelPlan, gather: Gather = "auto") 
         )
     for model in models:
         config = model.config.get_text_config()
-        if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        if config.is_encoder_decoder or not getattr(config, "is_causal", True):
             raise DloError(_causal_error(f"{type(model).__name__}, which is not"))
     parts = find_parts(module, models, plan, gather)
     if not parts.attention and not parts.gathered:

@@ -20,6 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -186,8 +187,14 @@ def _uses_interface(part: nn.Module) -> bool:
 
 
 def _code_names(kind: type[nn.Module]) -> set[str]:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    code = _forward_code(kind)
     return set() if code is None else {*code.co_names, *code.co_freevars}
+
+
+def _forward_code(kind: type[nn.Module]) -> CodeType | None:
+    """Returns the code of a class's forward, without wrappers; None of one that is not written in Python."""
+    forward = inspect.unwrap(kind.forward)
+    return forward.__code__ if isinstance(forward, FunctionType) else None
 
 
 def _has_own_mask(model: Any) -> bool:
@@ -396,7 +403,7 @@ def _dim_of(tensor: Tensor, length: int, other: int, rows: int) -> int | None:
 
 def _reshapes(model: nn.Module) -> bool:
     """Returns whether a model's forward gives its result the sizes of its inputs, as those after GPT do."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    code = _forward_code(type(model))
     return code is not None and "output_shape" in code.co_varnames
 
 

@@ -22,7 +22,8 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
-from dlo_plugins.parallel.user_code import LowestMode, attribute_of, share_hooks, uses_values
+from dlo_plugins.parallel.fsdp.torch_fsdp import gathered_copy
+from dlo_plugins.parallel.user_code import LowestMode, attribute_of, function_name, share_hooks, uses_values
 
 #: In-place functions that draw numbers or look at other elements: shards would get other values than the full tensor.
 _NOT_ELEMENTWISE = {"normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_"}
@@ -191,7 +192,7 @@ class ShardUse(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function, with gathered copies in place of shards."""
         kwargs = kwargs or {}
-        name, attribute = getattr(func, "__name__", ""), attribute_of(func)
+        name, attribute = function_name(func), attribute_of(func)
         assigns_data = name == "__set__" and attribute == "data"
         if uses_values(func) or assigns_data:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -230,7 +231,7 @@ class ShardUse(TorchFunctionMode):
         """Notes that the code reads the ``data`` of a copy, or of a shard that a later step may have gathered."""
         if isinstance(tensor, nn.Parameter):
             for home, parameter in self._homes.values():
-                if tensor is parameter.sharded_param or tensor is getattr(parameter, "_unsharded_param", None):
+                if tensor is parameter.sharded_param or tensor is gathered_copy(parameter):
                     home.reads_data = True
 
     def _gathered(self, leaf: Any) -> Any:

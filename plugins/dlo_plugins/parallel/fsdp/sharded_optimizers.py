@@ -25,7 +25,12 @@ from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.parallel.fsdp.row_shards import JoinedTensorShard, RowGroup, RowShard, SeparateShards, make_groups
 from dlo_plugins.parallel.fsdp.sharding import ShardedModule
 from dlo_plugins.parallel.optimizer_probe import Kind, probe_optimizer
-from dlo_plugins.parallel.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
+from dlo_plugins.parallel.optimizer_shards import (
+    FullTensorShard,
+    OptimizerShard,
+    clips_by_global_norm,
+    patch_global_norm,
+)
 from dlo_plugins.parallel.stochastic_rounding import StochasticSteps
 from dlo_plugins.parallel.user_code import CHANGED, GradientWrites
 
@@ -164,7 +169,7 @@ class OptimizerShards:
         # In manual optimization a forward may have gathered parameters since the last backward.
         optimizer.register_step_pre_hook(lambda *_: self.sharded.reshard())
         kind = self._probe(optimizer)
-        if self.sharded.layout.experts and kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
+        if self.sharded.layout.experts and kind == "all" and not clips_by_global_norm(optimizer):
             raise DloError(
                 "an optimizer under ep must update each tensor without the others, got"
                 f" {type(optimizer).__name__}; use adamw, for example, or set ep to 1"

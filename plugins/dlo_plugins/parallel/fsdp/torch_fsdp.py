@@ -49,12 +49,17 @@ def drop_step_state(root: FSDPModule) -> None:
     for group in all_groups(state):
         for parameter in group.fsdp_params:
             parameter.sharded_param.grad = None
-            gathered = getattr(parameter, "_unsharded_param", None)
+            gathered = gathered_copy(parameter)
             if gathered is not None:
                 gathered.grad = None
             # Before torch 2.15 there is a second gradient in the dtype of the reduction.
             if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
                 parameter.unsharded_accumulated_grad = None
+
+
+def gathered_copy(parameter: Any) -> Any:
+    """Returns the gathered tensor of an ``FSDPParam`` of torch 2.11 to 2.15; None before the first gather."""
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def begin_root(root: FSDPModule) -> None:
@@ -112,13 +117,13 @@ def _reset(state: Any) -> None:
     context, shared = state._comm_ctx, state._state_ctx
     idle = type(state._training_state).IDLE
     stream = state._device_handle.current_stream()
-    reductions = getattr(context, "reduce_scatter_states", None)
-    if reductions is None:  # torch 2.11 keeps one.
+    if hasattr(context, "reduce_scatter_states"):
+        reductions = list(context.reduce_scatter_states)
+        context.reduce_scatter_states.clear()
+    else:  # torch 2.11 keeps one.
         reductions, context.reduce_scatter_state = [context.reduce_scatter_state], None
     for pending in [context.all_gather_state, *reductions]:
         _wait(stream, pending)
-    if hasattr(context, "reduce_scatter_states"):
-        context.reduce_scatter_states.clear()
     context.all_gather_state = None
     context.post_forward_order.clear()
     for unit in shared.all_states:
@@ -214,7 +219,7 @@ def _has_second_gradient(parameter: Any) -> bool:
 def _trained(group: Any) -> Iterator[Any]:
     """Yields the trainable parameters of a group, as ``FSDPParam``, that have been gathered before."""
     for parameter in group.fsdp_params:
-        gathered = getattr(parameter, "_unsharded_param", None)
+        gathered = gathered_copy(parameter)
         if gathered is not None and gathered.requires_grad:
             yield parameter
 

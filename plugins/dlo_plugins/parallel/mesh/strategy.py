@@ -21,6 +21,7 @@ from dlo_framework.distributed.checkpointing import ShardOwner
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
+from dlo_framework.distributed.step_primitives import loss_scaler
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.local_memory import local_tensor
@@ -39,6 +40,7 @@ from dlo_framework.strategy_abilities import (
     StepsInBackward,
 )
 from dlo_framework.strategy_contract import PlacesSecondModel, loads_checkpoint
+from dlo_framework.task import Task, inner_model
 from dlo_plugins.parallel.fsdp.sharded_optimizers import OptimizerShards
 from dlo_plugins.parallel.fsdp.sharding import check_reshard
 from dlo_plugins.parallel.gathered_dtype import (
@@ -227,7 +229,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
         precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
         size = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision) if dtype is None else dtype.itemsize
         task, plan = prepare_model(module)
-        tensor, model = self.appliers.tensor, getattr(task, "model", None)
+        tensor, model = self.appliers.tensor, task.model if isinstance(task, Task) else None
         if plan is not None and model is not None and spec.tp > 1:
             plan = tensor.complete_plan(task, plan, spec.tp, datamodule)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
@@ -277,7 +279,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
     def _needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule communicates: that of any submodule does if FSDP has sharded it."""
         spec, own = self.mesh_spec(), self._module()
-        if spec.dp_shard == spec.ep == 1 and module is not own and module is not getattr(own, "model", None):
+        if spec.dp_shard == spec.ep == 1 and module not in (own, inner_model(own)):
             return False
         return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super()._needs_all_ranks(module)
 
@@ -446,7 +448,7 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
         """
         scale = torch.ones((), dtype=wide_dtype(), device=self.root_device)
         scale /= self._module().trainer.accumulate_grad_batches
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = loss_scaler(self.precision_plugin)
         return scale if scaler is None else scaler.scale(scale)
 
     # --- this rank's state ---------------------------------------------------------------------------------

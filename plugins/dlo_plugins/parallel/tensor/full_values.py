@@ -25,7 +25,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.registry.registry import own_packages
 from dlo_framework.shards import Layout, TensorSlice
 from dlo_framework.strategy_contract import plain_name
-from dlo_plugins.parallel.user_code import LowestMode, attribute_of, move_hooks, uses_values
+from dlo_plugins.parallel.user_code import LowestMode, attribute_of, function_name, move_hooks, uses_values
 
 #: Lightning's modules with functions for a user's hooks, such as `grad_norm`.
 _USERS_FUNCTIONS = ("lightning.pytorch.utilities.grads",)
@@ -280,7 +280,7 @@ class _FullMode(LowestMode):
 
 def _name(function: Any) -> str:
     """Returns a function's name; that of the attribute that it reads."""
-    name = str(getattr(function, "__name__", ""))
+    name = function_name(function)
     return attribute_of(function) if name == "__get__" else name
 
 

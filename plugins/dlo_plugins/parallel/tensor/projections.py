@@ -140,14 +140,19 @@ def set_channel_counts(module: nn.Module, ranks: int) -> None:
 REGION = "tensor_region"
 
 
-def base_of(module: nn.Module) -> Any:
+def is_adapted(module: Any) -> bool:
+    """Returns whether a module is PEFT's wrapper of a projection with adapters."""
+    return hasattr(module, "base_layer")
+
+
+def base_of(module: Any) -> Any:
     """Returns the projection inside a wrapper with adapters; any other module itself."""
-    return getattr(module, "base_layer", module)
+    return module.base_layer if is_adapted(module) else module
 
 
 def base_name(name: str, module: nn.Module) -> str:
     """Returns the name of :func:`base_of`, for a module of this name."""
-    return f"{name}.base_layer" if hasattr(module, "base_layer") else name
+    return f"{name}.base_layer" if is_adapted(module) else name
 
 
 def adapter_kinds(name: str, module: nn.Module) -> dict[str, str]:
@@ -160,7 +165,7 @@ def adapter_kinds(name: str, module: nn.Module) -> dict[str, str]:
     Raises:
         DloError: The adapters are of another kind than LoRA and DoRA.
     """
-    if not hasattr(module, "base_layer"):
+    if not is_adapted(module):
         return {}
     kinds = {key: key.split(".")[0] for key, _ in module.named_parameters() if not key.startswith("base_layer.")}
     known = {*kinds.values()}

@@ -26,7 +26,14 @@ from dlo_framework.errors import DloError
 from dlo_plugins.parallel.tensor import overlap
 from dlo_plugins.parallel.tensor.collectives import gather_to_region, reduce_from_region, reduce_scatter_from_region
 from dlo_plugins.parallel.tensor.overlap import AsyncProducts
-from dlo_plugins.parallel.tensor.projections import REGION, RowProduct, add_bias, install_row_adapters, mix_in
+from dlo_plugins.parallel.tensor.projections import (
+    REGION,
+    RowProduct,
+    add_bias,
+    install_row_adapters,
+    is_adapted,
+    mix_in,
+)
 from dlo_plugins.parallel.tensor.sequence_parallel import Dropouts, LocalRandom, ShardedSequence, change_first_input
 
 
@@ -193,10 +200,9 @@ def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Mo
     if region.sequence is not None:
         change_first_input(module, region.enter)
     for row in rows:
-        is_adapted = hasattr(row, "base_layer")
-        if is_adapted:
+        if is_adapted(row):
             install_row_adapters(row, region)
-        mix_in(AdaptedRowProjection if is_adapted else RowProjection, row, region)
+        mix_in(AdaptedRowProjection if is_adapted(row) else RowProjection, row, region)
     # After an error too: the search for the largest micro-batch continues after an error.
     module.register_forward_hook(lambda *_: region.end(), always_call=True)
 

@@ -21,7 +21,7 @@ from dlo_framework.batches import tree_leaves, tree_map_only
 from dlo_framework.errors import DloError
 from dlo_framework.plan import Rule
 from dlo_plugins.parallel.tensor.heads import operand_dim, parameter_names
-from dlo_plugins.parallel.tensor.projections import base_of, is_channelwise, projection_kind
+from dlo_plugins.parallel.tensor.projections import base_of, is_adapted, is_channelwise, projection_kind
 from dlo_plugins.parallel.tensor.tp_planner import SHAPING
 
 #: Label of a block's input and of what a residual branch adds to it.
@@ -268,7 +268,7 @@ def _outer_name(model: nn.Module, name: str) -> str:
     parent = name
     while parent:
         parent = parent.rpartition(".")[0]
-        if parent and hasattr(model.get_submodule(parent), "base_layer"):
+        if parent and is_adapted(model.get_submodule(parent)):
             return parent
     return name
 
