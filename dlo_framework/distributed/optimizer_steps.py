@@ -37,12 +37,17 @@ def prefer_fused(optimizer: Optimizer, module: nn.Module | None = None, *, on_cp
     """
     if type(optimizer) not in _FUSED or not all(_takes(group, on_cpu) for group in optimizer.param_groups):
         return
-    if module is not None and any(getattr(part, "sparse", False) for part in module.modules()):
+    if module is not None and sparse_embeddings(module):
         return
     for group in optimizer.param_groups:
         group["fused"] = True
     if isinstance(optimizer, SGD):
         optimizer.register_step_pre_hook(_complete_momentum)
+
+
+def sparse_embeddings(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Returns a module's embeddings whose weights get sparse gradients."""
+    return [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
 
 
 def disable_fused_unscale(optimizer: Any) -> None:

@@ -32,6 +32,7 @@ from dlo_framework.distributed.checkpointing import BUCKETS, CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, unused_message, unused_numbers
 from dlo_framework.distributed.launcher import WatchedRanks
+from dlo_framework.distributed.optimizer_steps import sparse_embeddings
 from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.errors import DloError, shown_names
@@ -79,6 +80,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBac
 
     holds_full_state = True
     _buckets: BackwardBuckets | None = None
+    _copying: Sequence[RemovableHandle] = ()
 
     def __init__(
         self,
@@ -111,7 +113,12 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBac
             check_gradients(module, datamodule, callbacks, allow=_ALLOW_UNUSED)
 
     def configure_ddp(self) -> None:
-        """Wraps the module, and notes the names of its trainable parameters, which torch numbers at this moment."""
+        """Wraps the module, and notes the names of its trainable parameters, which torch numbers at this moment.
+
+        The values of an embedding's sparse gradient are the gradient of its output, which a sum such as that of tokens
+        and positions passes on to its other terms too. torch's wrapper (2.11 to 2.15) divides them in place, so that
+        parameters behind the other terms would get gradients divided twice: it gets copies.
+        """
         module = self.lightning_module
         assert module is not None
         named = dict(module.named_parameters())
@@ -127,6 +134,10 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBac
         if self.several_buckets:
             trained = sum(p.numel() * p.element_size() for p in named.values() if p.requires_grad)
             self._ddp_kwargs.setdefault("bucket_cap_mb", min(25.0, trained / BUCKETS / 2**20))
+        for handle in self._copying:
+            handle.remove()
+        tables = [part.weight for part in sparse_embeddings(module) if part.weight.requires_grad]
+        self._copying = [table.register_hook(torch.clone) for table in tables]
         super().configure_ddp()
         if self.separates and isinstance(self.model, DistributedDataParallel):
             # torch checks a hook's annotations, and accepts a hook without any.

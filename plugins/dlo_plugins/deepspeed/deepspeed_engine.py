@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.gradient_check import check_backward_seen
+from dlo_framework.distributed.optimizer_steps import sparse_embeddings
 from dlo_framework.distributed.precision import GuardedHooks
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import memory_of
@@ -375,7 +376,8 @@ def _check_tensors(module: nn.Module, stage: int) -> None:
                 f"parameters under DeepSpeed must {rule}, got {shown_names(wrong)}; {fix}, or use strategy"
                 " zero1 to zero3"
             )
-    tables = [plain_name(name) for name, part in module.named_modules() if getattr(part, "sparse", None) is True]
+    sparse = sparse_embeddings(module)
+    tables = [plain_name(name) for name, part in module.named_modules() if part in sparse]
     if tables and stage > 0:
         raise DloError(
             f"gradients under DeepSpeed's ZeRO must be dense, got sparse=True of {shown_names(tables)}; set"
