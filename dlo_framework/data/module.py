@@ -20,7 +20,6 @@ from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.run.process import usable_cores
 from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of, data_share
 
@@ -352,6 +351,13 @@ def default_workers(cores: int, on_accelerator: bool) -> int:
     if not on_accelerator:
         return min(_MAX_WORKERS_ON_CPU, cores)
     return max(1, min(_MAX_WORKERS, cores - 1))
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use, which a container or a batch system can limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _cores_of_rank(ranks: int) -> int:

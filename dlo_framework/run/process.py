@@ -156,10 +156,3 @@ def exits_on_interrupt() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is exit_interrupted and raises:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may use, which a container or a batch system can limit."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -53,7 +53,8 @@ def test_every_objective_and_reference_is_one_process_under_every_strategy(folde
     everywhere = ["ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "pp", "cp", "deepspeed_3"]
     found = cases(folder, [*everywhere, "deepspeed_2"], objective="dpo", source="adapters")
     found += cases(folder, everywhere, objective="dpo", source="model")
-    found += cases(folder, everywhere, objective="ipo", source="model")
+    # Squares of margins: in single precision the second moments differ by 2e-4. DeepSpeed has no double precision.
+    found += cases(folder, everywhere[:-1], {"precision": "64-true"}, objective="ipo", source="model")
     found += cases(folder, everywhere, objective="orpo", packing="none")
     found += cases(folder, ("ddp", "fsdp", "zero3", "pp", "cp"), objective="kto", source="adapters")
     found += cases(folder, ("tp", "cp", "zero3"), objective="kto", source="model")

@@ -18,7 +18,6 @@ from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import versions
 from dlo_framework.registry import Registry
-from dlo_framework.run.process import usable_cores
 from dlo_framework.units import format_bytes
 
 DESCRIPTION = """Check versions, devices and their links, disk, ports, optional packages, and a collective of two ranks.
@@ -82,6 +81,8 @@ class Finding(NamedTuple):
 def check_devices() -> Iterator[Finding]:
     """Yields findings on devices, their links and NCCL."""
     import torch
+
+    from dlo_framework.data.module import usable_cores
 
     cores = usable_cores()
     threads = os.environ.get("OMP_NUM_THREADS", "unset")

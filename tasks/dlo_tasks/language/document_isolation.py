@@ -153,7 +153,9 @@ class Isolation(NamedTuple):
             if way == "rows":
                 module.forward = _ByRows(module)
             else:
-                module.register_forward_pre_hook(functools.partial(_cut_mask, is_additive), with_kwargs=True)
+                # Its place after self, read here: tensor parallelism may give the module another class.
+                place = list(inspect.signature(type(module).forward).parameters).index(_MASK) - 1
+                module.register_forward_pre_hook(functools.partial(_cut_mask, is_additive, place), with_kwargs=True)
         if self.gathers_positions:
             for module in position_embeddings(model):
                 module.register_forward_hook(_gather_positions)
@@ -256,7 +258,7 @@ class _Carrying:
 
 
 def _cut_mask(
-    is_additive: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    is_additive: bool, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns the arguments of an attention module with a mask that is cut between documents; None to keep them.
 
@@ -266,7 +268,6 @@ def _cut_mask(
     spans = _CURRENT.get()
     if spans is None or next(filter(None, names), "eager") not in _DENSE:
         return None
-    place = list(inspect.signature(module.forward).parameters).index(_MASK)
     mask = args[place] if place < len(args) else kwargs.get(_MASK)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())

@@ -25,9 +25,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 
 from dlo_framework.data import ignore_stop_signals
+from dlo_framework.data.module import usable_cores
 from dlo_framework.errors import DloError
 from dlo_framework.lock import build_once
-from dlo_framework.run.process import usable_cores
 from dlo_tasks.language.chat import encode_conversation, encode_without_end
 from dlo_tasks.language.records import Record, content_hash, format_location, read_records
 from dlo_tasks.language.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store

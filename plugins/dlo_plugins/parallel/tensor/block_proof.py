@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -340,7 +341,7 @@ class BlockProof:
 def _size(difference: str) -> float:
     """Returns the number in a difference; infinity for one that has none."""
     last = difference.rpartition(" ")[2]
-    return float(last) if last[:1].isdigit() else math.inf
+    return float(last) if re.fullmatch(r"[\d.]+(e[+-]\d+)?", last) else math.inf
 
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:
