@@ -108,12 +108,9 @@ def kill_at(event_number: int, folder: Path) -> None:
 
 
 def kill_at_each_step(folder: Path, single_file: bool) -> list[int]:
-    """Overwrites ``last.ckpt`` and purges, killed before each operation; returns the steps resumed from.
-
-    Over a single file every third operation does: all but its removal are those of a folder.
-    """
+    """Overwrites ``last.ckpt`` and purges, killed before each operation; returns the steps resumed from."""
     resumed = []
-    for number in range(1, 1000, 3 if single_file else 1):
+    for number in range(1, 1000):
         here = folder / str(number)
         save(a_step(1), here / "step-1.ckpt")
         if single_file:
@@ -174,11 +171,9 @@ def kill_ranks(rank: int, world_size: int, folder: Path, trials: int, ranks: int
 
 def test_a_kill_before_each_operation_leaves_a_whole_checkpoint(tmp_path):
     """Forked, because each kill takes a process; over an older checkpoint's folder, and its single file."""
-    for resumed, least in zip(
-        run_distributed(kill_at_each_step_of_both, 1, tmp_path, backend=None)[0], (12, 4), strict=True
-    ):
+    for resumed in run_distributed(kill_at_each_step_of_both, 1, tmp_path, backend=None)[0]:
         # A save and a removal have at least this many operations; from some moment on the new step exists, and stays.
-        assert len(resumed) > least
+        assert len(resumed) > 12
         assert resumed == sorted(resumed)
         assert set(resumed) == {1, 2}
 
