@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Position, ResumableDataModule
 from dlo_framework.errors import DloError
+from dlo_framework.optimizers import multiply_all
 
 if TYPE_CHECKING:
     from dlo_framework.data.sampler import Span
@@ -217,7 +217,7 @@ class AccumulationTail(PluginCallback):
         if batches < size:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if gradients:  # None where StochasticWeightAveraging (Lightning 2.6) renews statistics in a last pass.
-                torch._foreach_mul_(gradients, size / batches)
+                multiply_all(gradients, size / batches)
 
     def _release(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Restores the number that the user set, also after an exception in an earlier fit."""

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from dlo_framework.ability import find_ability
 from dlo_framework.norms import collect_gradients
+from dlo_framework.optimizers import multiply_all
 from dlo_framework.task_abilities import KeepsBuffers
 
 
@@ -113,7 +114,7 @@ class ShardedClipping(GuardedHooks, EmptyClipping):
         for gradient in collect_gradients(optimizer):
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, on_device in by_device.items():
-            torch._foreach_mul_(on_device, scale.to(device))
+            multiply_all(on_device, scale.to(device))
 
 
 class ShardedScaler(ShardedGradScaler):

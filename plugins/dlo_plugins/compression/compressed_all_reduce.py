@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.optimizers import copy_all
 
 #: Number of bits of a byte.
 _BYTE = 8
@@ -246,7 +247,7 @@ class CompressedAllReduce:
             decompress(
                 *self._split_message(message), self._scratch[number * layout.chunk : (number + 1) * layout.chunk]
             )
-        torch._foreach_copy_(tensors, self._scratch_views)
+        copy_all(tensors, self._scratch_views)
         self.bytes_sent += 2 * (self.size - 1) * sent[0].nbytes
 
     def mean(self, value: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.distributed.collectives import backend_of
+from dlo_framework.optimizers import copy_all
 from dlo_plugins.compression.compressed_all_reduce import all_reduce_bytes
 from dlo_plugins.compression.one_bit import OneBitOptimizer
 
@@ -327,7 +328,7 @@ def average_tensors(tensors: list[Tensor], device: torch.device, group: dist.Pro
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
         parts = flat.split([tensor.numel() for tensor in alike])
-        torch._foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
+        copy_all(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
 
 
 _WORLD: Any = None  # torch's hooks take None for all ranks.

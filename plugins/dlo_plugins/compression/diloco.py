@@ -23,6 +23,7 @@ from dlo_framework.callback import PluginCallback, traits_of
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.errors import DloError, agreed_errors, check_number
 from dlo_framework.local_memory import local_tensor
+from dlo_framework.optimizers import copy_all, multiply_all
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
 from dlo_framework.strategy_abilities import Replicas, mesh_groups
 from dlo_framework.strategy_contract import contract_of, plain_name
@@ -145,7 +146,7 @@ class DiLoCo(PluginCallback):
         if _place(trainer).copies > 1:
             average_tensors(means, pl_module.device, _place(trainer).group)
         norm = self.outer.step(means, lambda change: replicas.replica_norm(dict(zip(names, change, strict=True))))
-        torch._foreach_copy_(weights, self.outer.shared)
+        copy_all(weights, self.outer.shared)
         contract.refresh()
         self._stepped = trainer.global_step
         if trainer.loggers:
@@ -160,7 +161,7 @@ class DiLoCo(PluginCallback):
             return
         weights = _weights(trainer, pl_module)
         self._local = [weight.clone() for weight in weights]
-        torch._foreach_copy_(weights, self.outer.shared)
+        copy_all(weights, self.outer.shared)
         contract_of(trainer.strategy).refresh()
 
     @torch.no_grad()
@@ -168,7 +169,7 @@ class DiLoCo(PluginCallback):
         """Puts this copy's weights back."""
         local, self._local = self._local, None
         if local is not None:
-            torch._foreach_copy_(_weights(trainer, pl_module), local)
+            copy_all(_weights(trainer, pl_module), local)
             contract_of(trainer.strategy).refresh()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -342,7 +343,7 @@ class OuterOptimizer:
         """
         torch._foreach_sub_(means, self.shared)  # the change, with the opposite sign of the gradient
         norm = norm_of(means)
-        torch._foreach_mul_(self.momenta, self.momentum)
+        multiply_all(self.momenta, self.momentum)
         torch._foreach_sub_(self.momenta, means)
         torch._foreach_add_(self.shared, means, alpha=self.lr)
         torch._foreach_add_(self.shared, self.momenta, alpha=-self.lr * self.momentum)

@@ -64,7 +64,7 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.optimizers import run_closure, trust_ratio
+from dlo_framework.optimizers import copy_all, multiply_all, run_closure, trust_ratio
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 
 
@@ -195,7 +195,7 @@ class OneBitOptimizer(Optimizer):
         """Updates a group's second moments, if this step's gradients are averaged over the ranks."""
         if self._refreshing and variances:
             beta2 = group["betas"][1]
-            torch._foreach_mul_(variances, beta2)
+            multiply_all(variances, beta2)
             torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
             group["frozen_at"] += 1
 
@@ -302,7 +302,7 @@ def limit_rms_(tensors: list[Tensor], limit: float) -> None:
         (limit * max(1, tensor.numel()) ** 0.5 / norm).clamp_(max=1.0).nan_to_num_(1.0)
         for tensor, norm in zip(tensors, norms, strict=True)
     ]
-    torch._foreach_mul_(tensors, scales)
+    multiply_all(tensors, scales)
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -396,7 +396,7 @@ class OneBitAdam(OneBitOptimizer):
             averages.append([self.state[p]["exp_avg"] for p in parameters])
             if parameters:
                 torch._foreach_lerp_(momenta, gradients, 1 - group["betas"][0])
-                torch._foreach_copy_(averages[-1], momenta)
+                copy_all(averages[-1], momenta)
                 torch._foreach_div_(averages[-1], roots[-1])
         self.communicator.average([average for of_group in averages for average in of_group])
         for group, parameters, steps, divisors in zip(self.param_groups, trained, averages, roots, strict=True):
@@ -411,9 +411,9 @@ class OneBitAdam(OneBitOptimizer):
         counts = [self.state[p]["step"] for p in parameters]
         torch._foreach_add_(counts, 1)
         rates = [-group["lr"] / (1 - group["betas"][0] ** float(count)) for count in counts]
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        multiply_all(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parameters, torch._foreach_mul(averages, rates))
-        torch._foreach_mul_(averages, roots)
+        multiply_all(averages, roots)
 
     def _steps_in_state(self) -> int:
         return int(max((float(state["step"]) for state in self.state.values() if "step" in state), default=0))

@@ -30,6 +30,7 @@ from dlo_framework.callback import PluginCallback
 from dlo_framework.data.sampler import hash64
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import check_number
+from dlo_framework.optimizers import multiply_all
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_framework.strategy_abilities import mesh_groups
 from dlo_framework.strategy_contract import contract_of, plain_name
@@ -72,7 +73,7 @@ def agc_scales(
 def norm_scales(weights: list[Tensor], gradients: list[Tensor], clip_factor: float, eps: float) -> list[Tensor]:
     """Returns :func:`agc_scales` from the units' norms, which it overwrites."""
     torch._foreach_clamp_min_(weights, eps)
-    torch._foreach_mul_(weights, clip_factor)
+    multiply_all(weights, clip_factor)
     # A gradient of zero gives infinity, and so 1.
     torch._foreach_div_(weights, gradients)
     torch._foreach_clamp_max_(weights, 1.0)
@@ -162,7 +163,7 @@ class AdaptiveGradientClipping(PluginCallback):
         weights: Any = [one.weight for one in stepped if one.gradient is not None]
         if gradients:
             scales = agc_scales(weights, gradients, self.clip_factor * scale_of(trainer.strategy), self.eps)
-            torch._foreach_mul_(gradients, scales)
+            multiply_all(gradients, scales)
             if logs:
                 self._clipped = torch.cat([(scale < 1).float().flatten() for scale in scales]).mean()
 

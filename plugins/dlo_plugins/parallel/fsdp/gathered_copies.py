@@ -22,6 +22,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
+from dlo_framework.optimizers import copy_all
 from dlo_plugins.parallel.fsdp.torch_fsdp import gathered_copy
 from dlo_plugins.parallel.user_code import LowestMode, attribute_of, function_name, share_hooks, uses_values
 
@@ -136,7 +137,7 @@ class GatheredCopies:
             elif is_written or self.reads_data:
                 self._store(parameter, own.to(shard.device), shard)
         if shards:
-            torch._foreach_copy_(shards, values)
+            copy_all(shards, values)
         if was_written:  # The streams of the next all-gathers must see it.
             event = self.group.device_handle.Event()
             event.record()

@@ -16,6 +16,7 @@ from dlo_framework.copy_streams import CopyHandle
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.gradient_check import check_backward_seen, unused_message
 from dlo_framework.errors import DloError
+from dlo_framework.optimizers import copy_all
 from dlo_plugins.parallel.zero.flat_group import FlatGroup
 
 #: Maximum number of concurrent reductions; each holds a buffer of a bucket's size.
@@ -135,7 +136,7 @@ class GradientReducer:
         if gaps:
             torch._foreach_zero_(gaps)
         if written:
-            torch._foreach_copy_(written, gradients)
+            copy_all(written, gradients)
         group.is_launched = True
         group.reduction = buffer, self.communicator.reduce_scatter(buffer, average=True)
         self._running.append(group)
