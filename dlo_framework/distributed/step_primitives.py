@@ -41,11 +41,12 @@ def agreed_gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
         Scalar on the device. This function does not wait for it; to read it does.
     """
     strategy, inner, plugin = trainer.strategy, torch_optimizer(optimizer), trainer.precision_plugin
-    norm: Tensor = getattr(plugin, "gradient_norm", contract_of(strategy).gradient_norm)(inner)
+    contract = contract_of(strategy)
+    norm: Tensor = getattr(plugin, "gradient_norm", contract.gradient_norm)(inner)
     scaler = loss_scaler(plugin)
     if scaler is not None and _unscales_itself(inner):
         norm = norm / scaler._scale.to(norm.device)  # torch (2.11 to 2.15): `get_scale` waits for the device.
-    replicas = contract_of(strategy).find_ability(Replicas)
+    replicas = contract.find_ability(Replicas)
     return norm if replicas is None or not replicas.separates else strategy.reduce(norm, reduce_op="mean")
 
 

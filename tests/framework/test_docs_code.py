@@ -116,7 +116,7 @@ def test_pages_hold_the_code_and_the_tables_that_are_in_the_tree(hooks):
     fill = importlib.import_module("fill")
     texts = {path: path.read_text() for path in DOCS.rglob("*.md")}
     used = {match for text in texts.values() for match in re.findall("<!-- fill: (\\w+)", text)}
-    assert used == {"code", "kinds", "plugins", "recipe_list", "scaffold", "tags"}
+    assert used == {"code", "kinds", "pages", "recipe_list", "scaffold", "tags"}
     stale = [str(path.relative_to(ROOT)) for path, text in texts.items() if fill.fill(text) != text]
     assert stale == [], "run python docs/fill.py"
 
