@@ -172,6 +172,7 @@ class RunMonitor(PluginCallback):
         """Reads the values that do not change during a run, and starts the clock."""
         self._every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._world = data_parallel_size(trainer)
+        self._measures_norm = self.gradient_norm and not drops_gradients(trainer)
         self._tick = trainer.global_step
         reset_memory_peak(trainer.strategy.root_device)
         self._started, self._paused = time.perf_counter(), False
@@ -193,7 +194,7 @@ class RunMonitor(PluginCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
-        if self.gradient_norm and self._completes_window(trainer.global_step + 1) and not drops_gradients(trainer):
+        if self._measures_norm and self._completes_window(trainer.global_step + 1):
             self._norm = agreed_gradient_norm(trainer, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
