@@ -95,7 +95,19 @@ def far(wheel, tmp_path_factory) -> Path:
     (site / "hidden.pth").write_text("import hidden_packages\n")
     python = folder / "bin" / "python"
     subprocess.run(
-        [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--ignore-installed",
+            "--no-deps",
+            "--no-index",
+            "--no-compile",
+            wheel,
+        ],
         check=True,
         capture_output=True,
     )

@@ -1,14 +1,16 @@
 """Signs, blocks and the errors that are left over, without ranks; and what PowerSGD keeps."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+from dlo_framework.testing import run_distributed
 from dlo_plugins.compression.compressed_all_reduce import (
     BlockLayout,
     block_scales,
@@ -173,16 +175,16 @@ class Gradients(Bucket):
         return True
 
 
-def test_powersgd_compresses_in_cpu_memory_of_a_machine_with_a_gpu(monkeypatch):
+def _compressed(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Returns a gradient of rank one and what PowerSGD makes of it, where torch says that there is a CUDA device."""
+    gradient = torch.outer(torch.arange(1.0, 9.0), torch.arange(1.0, 9.0))
+    bucket = Gradients(gradient.clone())
+    powersgd = PowerSGD({id(p): "weight" for p in bucket.parameters()}, 1, 2)
+    assert powersgd.share(bucket, 5) < 1
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        return [powersgd(bucket, 5).wait().view(8, 8), gradient]
+
+
+def test_powersgd_compresses_in_cpu_memory_of_a_machine_with_a_gpu():
     """torch's hook waits for the bucket's device where there is a CUDA device, and raises if that is the CPU."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        gradient = torch.outer(torch.arange(1.0, 9.0), torch.arange(1.0, 9.0))
-        bucket = Gradients(gradient.clone())
-        powersgd = PowerSGD({id(p): "weight" for p in bucket.parameters()}, 1, 2)
-        assert powersgd.share(bucket, 5) < 1
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        found = powersgd(bucket, 5).wait()
-    finally:
-        dist.destroy_process_group()
-    torch.testing.assert_close(found.view(8, 8), gradient)
+    torch.testing.assert_close(*run_distributed(_compressed, 1)[0])
