@@ -21,6 +21,7 @@ from dlo_framework.extensions import NamedFunctions
 #: says that its learning rate must have no schedule.
 OPTIMIZERS: NamedFunctions[type[Optimizer]] = NamedFunctions("optimizer", "dlo_framework.optimizers")
 
+#: Tensors that one call changes together.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
