@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torchao.optim import subclass_4bit, subclass_8bit
 
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import fake_tensors
 from dlo_framework.optimizers import OPTIMIZERS, trust_ratio
 from dlo_plugins.optimizers.lamb import BoundedLamb
-from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8, Lamb8bit
+from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8, Lamb8bit, make_buffer
 from dlo_plugins.parallel.optimizer_probe import probe_optimizer
 from dlo_tasks import optim
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -102,6 +105,19 @@ def test_lambs_ratio_is_bounded() -> None:
     assert float(trust_ratio(weight * 1e-4, torch.ones(4), (0.01, 0.3))) == pytest.approx(0.01)
     assert float(trust_ratio(torch.zeros(4), torch.ones(4), (0.01, 0.3))) == 1.0
     assert float(trust_ratio(weight, torch.zeros(4), (0.01, 0.3))) == 1.0
+
+
+def test_a_plan_without_values_leaves_no_table_of_codes_behind() -> None:
+    """torchao makes each table once in a process."""
+    for module, name in itertools.product((subclass_8bit, subclass_4bit), ("get_qmap_signed", "get_qmap_unsigned")):
+        getattr(module, name).cache_clear()
+    with fake_tensors():
+        for bits, signed in itertools.product((8, 4), (True, False)):
+            make_buffer(torch.empty(64, 128), bits, signed=signed, block_size=128)
+    for bits, signed in itertools.product((8, 4), (True, False)):
+        values = torch.rand(64, 128)
+        held = make_buffer(values, bits, signed=signed, block_size=128).copy_(values)
+        assert (held.dequantize() - values).norm() < 0.2 * values.norm()
 
 
 @pytest.mark.parametrize("make", [BoundedLamb, Lamb8bit])

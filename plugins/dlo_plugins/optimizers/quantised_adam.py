@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import unset_fake_temporarily
 from dlo_framework.optimizers import FlatState, run_closure
 from dlo_plugins.optimizers.lamb import BoundedLamb
 
@@ -56,6 +57,11 @@ def make_buffer(like: Tensor, bits: int | str, *, signed: bool, block_size: int)
     """
     if like.numel() < SMALLEST or like.numel() % block_size:
         return torch.zeros_like(like, requires_grad=False)
+    with (
+        unset_fake_temporarily()
+    ):  # torchao keeps the table of codes that it makes first, in a plan without values too.
+        for kind in (OptimState8bit, OptimState4bit):
+            kind.zeros((block_size,), signed, block_size)
     where: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
     if bits == "fp8":
         made: Tensor = OptimStateFp8.zeros(like.shape, block_size, **where)
