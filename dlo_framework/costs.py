@@ -13,17 +13,18 @@ double precision the rate is that of tensor cores, where they support it.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode, flop_registry, shape_wrapper
 
 from dlo_framework.batches import tree_leaves
@@ -75,6 +76,10 @@ def attention_backward_flops(
     return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
 
 
+def _flex_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    return attention_backward_flops(query, query, key, value)
+
+
 def packed_attention_flops(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *_: Any, **__: Any
 ) -> int:
@@ -110,7 +115,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
     torch (2.11 to 2.15) does not count attention on a CPU. torch 2.11 refuses attention with fewer groups than heads,
     and products with a dtype for their result.
     """
-    from torch.nn.attention import varlen  # noqa: F401  It registers the operators.
+    from torch.nn.attention import flex_attention, varlen  # noqa: F401  They register the operators.
 
     aten, packed = torch.ops.aten, torch.ops.torch_attn
     found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops}
@@ -120,6 +125,8 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
         found[getattr(aten, f"_scaled_dot_product_{kind}")] = attention_flops
         found[getattr(aten, f"_scaled_dot_product_{kind}_backward")] = attention_backward_flops
+    flex = torch.ops.higher_order  # uncompiled, where it computes all scores
+    found[flex.flex_attention], found[flex.flex_attention_backward] = attention_flops, _flex_backward_flops
     for operator, formula in (
         (packed._varlen_attn, packed_attention_flops),
         (packed._varlen_attn_backward, packed_attention_backward_flops),
@@ -150,9 +157,11 @@ class OperatorCounter(FlopCounterMode):
 
     Attributes:
         refused: Whether a formula has refused.
+        current: Counter that counts now; None for none.
     """
 
     refused = False
+    current: ClassVar[OperatorCounter | None] = None
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=dict(_formulas()))
@@ -160,14 +169,22 @@ class OperatorCounter(FlopCounterMode):
     def __enter__(self) -> Any:
         self.mode = _Observer(self)
         self.mode.__enter__()
+        self._outer, OperatorCounter.current = OperatorCounter.current, self
         return self
 
     def __exit__(self, *args: Any) -> None:
         assert self.mode is not None
+        OperatorCounter.current = self._outer
         self.mode.__exit__(*args)
+
+    def add(self, operator: Any, flops: float) -> None:
+        """Adds the FLOPs of an operator that ran where the counter does not see it."""
+        self.flop_counts["Global"][operator] += flops
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         try:
+            if isinstance(func_packet, HigherOrderOperator) and func_packet not in self.flop_registry:
+                raise NotImplementedError("it has no formula")
             return super()._count_flops(func_packet, out, args, kwargs)
         except Exception as error:  # Formulas assert what they expect, or unpack it.
             if not self.refused:
@@ -183,10 +200,24 @@ class _Observer(_FlopCounterMode):
     that rounds differently, such as SiLU's backward.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns whether torch may compile what is called: in FlexAttention alone, which needs it even uncompiled."""
+        from torch.nn.attention.flex_attention import flex_attention
+
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code is not flex_attention.__code__:
+            frame = frame.f_back
+        return frame is not None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, OpOverload) or not _has_kernel(func, args):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return self.counter._count_flops(func._overloadpacket, func(*args, **(kwargs or {})), args, kwargs or {})
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and _has_kernel(func, args):
+            return self.counter._count_flops(func._overloadpacket, func(*args, **kwargs), args, kwargs)
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if found is NotImplemented and isinstance(func, HigherOrderOperator):  # It would be an error of the step.
+            return self.counter._count_flops(func, func(*args, **kwargs), args, kwargs)
+        return found
 
 
 def _has_kernel(func: OpOverload, args: Any) -> bool:

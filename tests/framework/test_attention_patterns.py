@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dlo_framework.costs import OperatorCounter
 from dlo_framework.errors import DloError
 from dlo_framework.models import attention as patterns
 from dlo_framework.models.attention import (
@@ -174,7 +175,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_flex_compiles_under_a_mode_of_torch_functions(monkeypatch):
+def test_flex_compiles_under_modes_of_functions_and_of_operators(monkeypatch):
     """With a mask that reads tensors, and gradients, which a CPU's kernel does not have."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr("dlo_framework.models.attention.masked_attention._runs_eagerly", lambda query: False)
@@ -184,8 +185,9 @@ def test_flex_compiles_under_a_mode_of_torch_functions(monkeypatch):
     documents = (torch.arange(128) >= 50).long().expand(2, -1)
     mask = AttentionMask(SlidingWindow(40, 16), causal=True, num_heads=2)
     blocks = flex_mask(mask, 128, None, documents, torch.device("cpu"))
-    with Watch():
+    with Watch(), OperatorCounter() as counter:
         found = run_flex(*inputs, blocks, 0.3)
+    assert counter.get_total_flops() == 2 * 128 * 128 * (2 * 2) * (8 + 8)
     expected = attend_blocks(*inputs, mask, documents, scale=0.3)
     torch.testing.assert_close(found, expected)
     grads, wanted = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))

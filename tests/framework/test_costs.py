@@ -1,10 +1,13 @@
 """FLOPs of a Llama's step are the same whoever counts them, and however it runs."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import flex_attention
 
 from dlo_framework.costs import FlopCounter, OperatorCounter
 from dlo_plugins.parallel.pipeline.model_stages import flop_costs
@@ -69,3 +72,28 @@ def test_the_balance_of_a_pipeline_and_a_plan_count_what_the_monitor_does(task: 
     products = [item for part in profile.parts for work in (part.forward, part.backward) for item in work.products]
     found = sum(count * product.flops / product.fraction for product, count in products)
     assert found == pytest.approx(_counted(task, lambda: _step(task, batch)))
+
+
+@pytest.mark.parametrize("make", [lambda attend: attend, functools.partial(torch.compile, backend="aot_eager")])
+def test_a_users_flex_attention_runs_while_it_is_counted(make, monkeypatch):
+    """torch (2.11 to 2.15) does not run it under a mode of operators, not even uncompiled."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    inputs = [torch.randn(1, 2, 128, 16, requires_grad=True) for _ in range(3)]
+    with OperatorCounter() as counter:
+        out = make(flex_attention)(*inputs)
+        grads = torch.autograd.grad(out.sum(), inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), inputs))
+    assert counter.get_total_flops() == 2 * 2 * 128 * 128 * (2 + 5) * 16
+
+
+def test_an_operator_of_functions_without_a_formula_runs_and_has_no_mfu(caplog):
+    def add(total, one):
+        return total + one, total * one
+
+    with OperatorCounter() as counter:
+        total, _ = scan(add, torch.zeros(2), torch.ones(3, 2))
+    assert total.tolist() == [3, 3]
+    assert counter.refused
+    assert "the FLOPs of scan are not known" in caplog.text

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.models.attention import (
     Attention,
@@ -16,9 +17,16 @@ from dlo_framework.models.attention import (
     Prefix,
     SlidingWindow,
     VariableSparsity,
+    masked_attention,
 )
+from dlo_framework.models.attention.attention_options import Kernel
+from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language import sparse_attention
 from dlo_tasks.language.causal_lm import CausalLM
+from support.runs import Losses
+from support.trainers import quiet_trainer
 
 LENGTH, HEADS = 60, 4
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 64}
@@ -237,3 +245,49 @@ def test_models_whose_attention_has_other_parts_are_refused_before_the_run(name)
 def test_kernels_of_accelerators_are_refused_on_a_cpu(kernel):
     with pytest.raises(DloError, match=f"must run on cpu, got {kernel}, which needs a CUDA device"):
         make_task(option=Attention(kernel))
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of packed documents."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {name: values[index % 2] for name, values in make_batch().items()}
+
+
+def train(folder, callbacks=(), **options):
+    """Trains on a CPU with everything that watches a run; returns the losses, the validation's, and FLOPs a sample."""
+    task, losses = make_task(option=Attention(mask=BSLongformer(8))), Losses()
+    watching = add_default_callbacks(
+        [losses, *callbacks], run_folder=folder, model=task, config="{}", progress_bar=False
+    )
+    options |= {"max_epochs": 1, "enable_checkpointing": True, "use_distributed_sampler": False}
+    trainer = quiet_trainer(callbacks=watching, **options)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
+    trainer.fit(task, loader, loader)
+    monitor = next(callback for callback in watching if isinstance(callback, RunMonitor))
+    return losses.found, float(trainer.callback_metrics["val_loss"]), monitor.flops.per_sample
+
+
+@pytest.fixture(scope="module")
+def by_blocks(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("blocks"))
+
+
+@pytest.mark.parametrize("way", ["auto", "compiled", "zero2", "zero3"])
+def test_flex_attention_trains_under_all_that_watches_a_step(way, tmp_path, monkeypatch, by_blocks):
+    """As on an accelerator, but for the backend: a CPU's kernel has no gradients."""
+    monkeypatch.setattr(sparse_attention, "choose_kernel", lambda *_, **__: Kernel("flex", ""))
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(masked_attention, "_runs_eagerly", lambda query: torch.compiler.is_compiling())
+    compiled = torch.compile(masked_attention.flex_attention, backend="aot_eager")
+    monkeypatch.setattr(masked_attention, "_compiled", lambda: compiled)
+    compile_blocks = [Compile(scope="blocks", backend="aot_eager")]
+    strategy = ZeroStrategy(int(way[-1])) if way.startswith("zero") else "auto"
+    losses, validated, flops = train(tmp_path, compile_blocks if way == "compiled" else [], strategy=strategy)
+    expected, wanted, of_blocks = by_blocks
+    assert losses == pytest.approx(expected)
+    assert validated == pytest.approx(wanted)
+    assert flops > of_blocks, "FlexAttention's blocks have 128 positions, and a row's pattern 60"

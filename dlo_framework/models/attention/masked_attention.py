@@ -32,7 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
+from dlo_framework.costs import OperatorCounter
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention.attention_mask import AttentionMask, BlockRows, BlockTable, LocalHeads
@@ -67,9 +69,11 @@ def run_flex(
         return found
     # Zeros after a narrow head's features leave scores and outputs as they are.
     padded = (_pad(one, 0, max(0, NARROWEST - one.shape[-1])) for one in (query, key, value))
-    with _no_function_modes():
-        out: Tensor = _compiled()(*padded, score_mod, blocks, scale, enable_gqa=grouped)
-    return out[..., :wide]
+    with _no_modes():
+        out: Tensor = _compiled()(*padded, score_mod, blocks, scale, enable_gqa=grouped)[..., :wide]
+    if OperatorCounter.current is not None:
+        _count(OperatorCounter.current, out, query.shape[-1], blocks)
+    return out
 
 
 def _runs_eagerly(query: Tensor) -> bool:
@@ -78,15 +82,27 @@ def _runs_eagerly(query: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _no_function_modes() -> Iterator[None]:
-    """Suspends modes of torch functions, such as ZeRO's, which watches the parameters of a step.
+def _no_modes() -> Iterator[None]:
+    """Suspends modes: of functions, such as ZeRO's, and of operators, such as a counter of FLOPs.
 
-    torch (2.11) traces them with FlexAttention, and fails; later releases do not. It has no public name for this.
+    torch (2.11) traces the former with FlexAttention, and fails; later releases do not. Under the latter torch (2.11 to
+    2.15) compiles nothing: all scores would be in memory. It has no public names for this.
     """
     with contextlib.ExitStack() as suspended:
         while torch._C._len_torch_function_stack():
             suspended.enter_context(torch.overrides._pop_mode_temporarily())
+        suspended.enter_context(_disable_current_modes())
         yield
+
+
+def _count(counter: OperatorCounter, out: Tensor, width: int, blocks: BlockMask) -> None:
+    """Adds the FLOPs of the blocks that FlexAttention computes, in backward too, which computes the scores again."""
+    numbers = [one for one in (blocks.kv_num_blocks, blocks.full_kv_num_blocks) if one is not None]
+    shared = out.shape[0] * out.shape[1] // numbers[0].shape[:2].numel()  # Rows and heads with the same layout.
+    scores = 2 * BLOCK**2 * shared * sum(int(number.sum()) for number in numbers)
+    counter.add(flex_attention, scores * (width + out.shape[-1]))
+    if out.requires_grad:
+        out.register_hook(lambda grad: counter.add(flex_attention, scores * (3 * width + 2 * out.shape[-1])))
 
 
 def flex_mask(
@@ -235,7 +251,8 @@ def masked_attention(
     Raises:
         DloError: If the kernel keeps no documents apart.
     """
-    if kernel == "blocks":
+    has_values = not (query.is_meta or isinstance(query, FakeTensor))
+    if kernel == "blocks" or (kernel == "flex" and not has_values):
         return attend_blocks(
             query, key, value, mask, documents, heads=heads, scale=scale, dropout=dropout, scores=scores
         )
