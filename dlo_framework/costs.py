@@ -177,7 +177,7 @@ class OperatorCounter(FlopCounterMode):
         OperatorCounter.current = self._outer
         self.mode.__exit__(*args)
 
-    def add(self, operator: Any, flops: float) -> None:
+    def add(self, operator: Any, flops: int) -> None:
         """Adds the FLOPs of an operator that ran where the counter does not see it."""
         self.flop_counts["Global"][operator] += flops
 
