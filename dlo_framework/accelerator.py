@@ -13,6 +13,7 @@ from torch import nn
 
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.batches import tree_leaves
+from dlo_framework.distributed.optimizer_steps import disable_fused_unscale
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import check_choice, check_number
 
@@ -22,7 +23,7 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class AcceleratorSettings(BatchCopier):
-    """Configures torch for speed on CUDA; on by default, without effect on a CPU.
+    """Configures torch for speed on CUDA; on by default, without effect on a CPU but for fused optimizers.
 
     - **Float32 products** run on tensor cores with inputs rounded to TF32 (`matmul_precision`), as cuDNN's convolutions
       do by torch's own default. A value other than torch's default, `highest`, that was set before the run stays.
@@ -33,6 +34,7 @@ class AcceleratorSettings(BatchCopier):
       when training starts are excluded.
     - **Batches** are copied to the device on a separate stream (`copy_stream`), while it still computes earlier steps.
       It needs pinned memory, which dlo's loaders use on an accelerator.
+    - **Fused optimizers** may have their gradients clipped in mixed precision; Lightning (2.6) alone refuses it.
 
     Args:
         matmul_precision: Value of torch's `float32_matmul_precision`.
@@ -83,7 +85,9 @@ class AcceleratorSettings(BatchCopier):
             torch.backends.cudnn.benchmark = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes over garbage collection."""
+        """Takes over garbage collection, and the unscaling of gradients of fused optimizers."""
+        for optimizer in trainer.optimizers:
+            disable_fused_unscale(optimizer)
         if trainer.strategy.root_device.type != "cpu" and self.gc_steps:
             self._collector = Collector(self.gc_steps)
 

@@ -29,7 +29,7 @@ def draw(table: Mapping[str, Any], path: Path) -> None:
 
     style: dict[Any, Any] = {"svg.hashsalt": "dlo", "font.size": 9, "text.color": INK}
     style |= {f"{part}.{of}": INK for part, of in (("axes", "labelcolor"), ("axes", "edgecolor"), ("xtick", "color"))}
-    rows = list(table["rows"].items())
+    rows = [(name, row) for name, row in table["rows"].items() if row["n"]]
     with plt.rc_context(style | {"ytick.color": INK}):
         figure, axes = plt.subplots(figsize=(8, 0.9 + 0.3 * len(rows)), layout="constrained")
         for place, (_, row) in enumerate(rows):

@@ -87,6 +87,10 @@ class Table:
         row |= {key.replace("_", " "): value for key, value in columns.items() if value is not None}
         self.rows[name] = {key: rounded(value) for key, value in row.items()}
 
+    def add_failed(self, name: str, why: str) -> None:
+        """Adds a contestant that has no values."""
+        self.rows[name] = {"median": None, "min": None, "max": None, "n": 0, "failed": why}
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the table in the record's format."""
         clock = self.clock if isinstance(self.clock, str) else self.clock.name

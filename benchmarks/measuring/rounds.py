@@ -122,6 +122,7 @@ def take_turns(
     warm_up: int = 1,
     order: random.Random | None = None,
     before_round: Callable[[int], object] = lambda number: None,
+    may_fail: type[Exception] | tuple[()] = (),
 ) -> dict[str, list[T]]:
     """Calls every contestant once per round, each round in a new random order.
 
@@ -131,16 +132,22 @@ def take_turns(
         warm_up: Number of rounds before these, whose results are dropped; 0 if each contestant warms up by itself.
         order: Random generator of the orders; on several ranks, all need the same seed.
         before_round: Function that is called with each round's number from 0, including warm-up rounds.
+        may_fail: Error of a contestant that ends its part in the comparison, such as one that does not fit the device.
 
     Returns:
-        Results by name and round.
+        Results by name and round; empty lists for contestants that failed.
     """
-    order = order or random.Random()
+    order, left = order or random.Random(), dict(runs)
     found: dict[str, list[T]] = {name: [] for name in runs}
     for number in range(warm_up + rounds):
         before_round(number)
-        for name in order.sample(list(runs), len(runs)):
-            value = runs[name]()
+        for name in order.sample(list(left), len(left)):
+            try:
+                value = left[name]()
+            except may_fail:
+                del left[name]
+                found[name].clear()
+                continue
             if number >= warm_up:
                 found[name].append(value)
     return found

@@ -209,7 +209,7 @@ def language_table(part: str, name: str, size: Size, device: torch.device, round
         name: Name of the size.
         size: Says for how many steps.
         device: Device of the run.
-        rounds: Rounds after the first, which warms up and compiles.
+        rounds: Rounds.
         backend: Backend of torch.compile.
     """
     torch.manual_seed(0)
@@ -240,7 +240,9 @@ def language_table(part: str, name: str, size: Size, device: torch.device, round
         "dlo fit, compiled": lambda: fitted(subject, True),
         "dlo fit, dense mask": lambda: fitted(dense, False),
     }
-    table = rates_table(subject, take_turns(runs, rounds), clock)
+    # Each turn makes its model, compiles it and takes its own first steps: no round only for these.
+    turns = take_turns(runs, rounds, warm_up=0, may_fail=torch.OutOfMemoryError)
+    table = rates_table(subject, turns, clock)
     if model.others:
         table.notes.append(f"Others report {model.others}.")
     return table

@@ -37,12 +37,23 @@ def throughput(subject: Subject, size: Size, device: torch.device, rounds: int, 
 def rates_table(
     subject: Subject, found: dict[str, list[Trained]], clock: Clock, base: str = BASE, unit: str = "a loop by hand"
 ) -> Table:
-    """Returns the table of what turns have found, by contestant; ratios are to the one that is called ``base``."""
+    """Returns the table of what turns have found, by contestant; ratios are to the one that is called ``base``.
+
+    A contestant without turns is out of memory; where it is the base, ratios are to the first of the others.
+
+    Raises:
+        torch.OutOfMemoryError: If no contestant of dlo has turns.
+    """
+    fitting = {name: turns for name, turns in found.items() if turns}
+    counted = next((turns[0] for name, turns in fitting.items() if name.startswith("dlo")), None)
+    if counted is None:
+        raise torch.OutOfMemoryError("neither run of dlo fits the device")
+    if base not in fitting:
+        base = unit = next(iter(fitting))
     table = Table(f"{subject.title}, bf16", f"the {subject.item} a second of {unit}", clock, better="higher")
-    rates = {name: [subject.items / turn.seconds for turn in turns] for name, turns in found.items()}
+    rates = {name: [subject.items / turn.seconds for turn in turns] for name, turns in fitting.items()}
     # A batch takes the same FLOPs whoever trains it; dlo's monitor counts them, uncompiled.
-    flops = subject.samples * found["dlo fit"][0].flops
-    peak = found["dlo fit"][0].peak_flops
+    flops, peak = subject.samples * counted.flops, counted.peak_flops
     for name, values in all_ratios(rates, base).items():
         seconds = statistics.median(turn.seconds for turn in found[name])
         held = [turn.peak_bytes for turn in found[name] if turn.peak_bytes is not None]
@@ -54,6 +65,8 @@ def rates_table(
             "peak GB": max(held) / 1e9 if held else None,
         }
         table.add(name, values, ours=name.startswith("dlo"), control=name.endswith("again"), **columns)
+    for name in found.keys() - fitting.keys():
+        table.add_failed(name, "out of memory")
     table.notes.append(
         f"{flops / 1e9:.4g} GFLOP a batch, counted by dlo's monitor; the device's peak:"
         f" {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'not known'}."

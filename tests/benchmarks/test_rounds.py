@@ -3,8 +3,10 @@
 import importlib
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -39,6 +41,24 @@ def test_all_take_part_once_a_round_in_changing_orders_and_the_first_round_only_
     # Turns are numbered from 1: what the first four found is dropped, all else is there, in the order of rounds.
     assert sorted(number for values in found.values() for number in values) == list(range(5, 29))
     assert all(values == sorted(values) for values in found.values())
+
+
+def test_who_does_not_fit_the_device_leaves_and_the_others_go_on(rounds):
+    def loop() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runs = {"loop": loop, "loop, compiled": lambda: 4.0, "dlo fit": lambda: 2.0}
+    seconds = rounds.take_turns(runs, 2, warm_up=0, may_fail=torch.OutOfMemoryError)
+    assert seconds == {"loop": [], "loop, compiled": [4.0] * 2, "dlo fit": [2.0] * 2}
+    training, throughput = (importlib.import_module(f"on_accelerator.{name}") for name in ("training", "throughput"))
+    found = {name: [training.Trained(value, None, 3.0) for value in values] for name, values in seconds.items()}
+    subject = SimpleNamespace(title="a model", item="tokens", items=8, samples=1)
+    text = importlib.import_module("measuring.record").as_text(
+        throughput.rates_table(subject, found, rounds.ELAPSED).as_dict()
+    )
+    assert "1 is the tokens a second of loop, compiled" in text
+    assert "out of memory" in next(line for line in text.splitlines() if line.startswith("loop  "))
+    assert "2.000" in next(line for line in text.splitlines() if line.startswith("dlo fit"))
 
 
 def test_ranks_that_draw_from_one_seed_take_the_same_turns(rounds):

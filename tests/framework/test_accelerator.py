@@ -123,7 +123,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.backends.cudnn.benchmark = False
     monkeypatch.setattr(accelerator, "BatchCopyStream", lambda device: SimpleNamespace(copy=lambda batch: batch))
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0), batch_to_device=lambda batch: batch)
-    yield SimpleNamespace(strategy=strategy, callbacks=[], training=False)
+    yield SimpleNamespace(strategy=strategy, callbacks=[], optimizers=[], training=False)
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.benchmark = before[1]
 
@@ -233,6 +233,28 @@ def test_validation_collects_garbage_too_and_forked_processes_do_it_themselves(o
         assert os.waitpid(child, 0)[1] == 0
     finally:
         settings.on_train_end(on_cuda, BoringModel())
+
+
+class Fused(BoringModel):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=self.fused)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_gradients_of_a_fused_optimizer_are_clipped(precision: str) -> None:
+    """Lightning alone (2.6) refuses it in bf16-mixed."""
+    weights = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        module = Fused(fused)
+        options = {"precision": precision, "gradient_clip_val": 0.1}
+        quiet_trainer(max_steps=3, callbacks=[AcceleratorSettings()], **options).fit(module)
+        weights.append(module.layer.weight.detach())
+    torch.testing.assert_close(*weights)
 
 
 def test_values_that_do_not_exist_are_refused() -> None:
