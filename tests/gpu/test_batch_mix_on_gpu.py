@@ -24,6 +24,7 @@ trainer:
   accelerator: gpu
   devices: 1
   precision: bf16-mixed
+  deterministic: warn  # Else each process measures cuDNN's algorithms, and may take others than before the stop.
   callbacks:
     - {class_path: BatchMix, init_args: {mode: elem, label_smoothing: 0.1}}
 model:
