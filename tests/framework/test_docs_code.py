@@ -13,7 +13,7 @@ import pytest
 
 from dlo_framework.run import runs
 from support.dlo_process import DloProcess
-from support.doc_pages import read_page
+from support.doc_pages import read_blocks
 from support.named_sets import isolate_named_sets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,8 +23,8 @@ EXAMPLES = DOCS.parent / "examples"
 
 def python_blocks() -> dict[str, list[str]]:
     """Each page's blocks of Python, without those that `docs/fill.py` fills."""
-    fence = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    pages = {path.relative_to(DOCS).as_posix(): fence.findall(read_page(path)) for path in DOCS.rglob("*.md")}
+    pages = {path.relative_to(DOCS).as_posix(): read_blocks(path) for path in DOCS.rglob("*.md")}
+    pages = {page: [block.text for block in found if block.language == "python"] for page, found in pages.items()}
     return {page: found for page, found in pages.items() if found}
 
 
@@ -105,11 +105,19 @@ def test_the_scaffolded_callback_joins_a_run_as_the_page_says(project):
 def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The site's own module, imported as mkdocs does: with its folder on the path."""
     monkeypatch.syspath_prepend(DOCS)
-    for name in ("fill", "hooks", "markup", "pictures", "pictures.imports"):
+    for name in ("fill", "griffe_markup", "hooks", "markup", "pictures", "pictures.imports"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("hooks")
     assert Path(str(module.__file__)) == DOCS / "hooks.py"
     return module
+
+
+def test_the_default_of_an_option_is_shown_as_its_number(hooks):
+    griffe = importlib.import_module("griffe")
+    extensions = griffe.load_extensions(importlib.import_module("griffe_markup").Markup)
+    code = {"__init__.py": "_SIZE = 25.0\ndef cut(size=_SIZE, by=len): ..."}
+    with griffe.temporary_visited_package("sizes", code, extensions=extensions) as package:
+        assert [str(parameter.default) for parameter in package["cut"].parameters] == ["25.0", "len"]
 
 
 def test_pages_hold_the_code_and_the_tables_that_are_in_the_tree(hooks):

@@ -16,7 +16,7 @@ from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, install
 from dlo_framework.cli.config_scan import list_shipped_configs
 from dlo_framework.cli.parse_errors import list_parameters
 from dlo_framework.registry import KINDS
-from support.doc_pages import entry_points, read_page
+from support.doc_pages import entry_points, read_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -34,7 +34,7 @@ MADE_UP_CONFIGS = {
 }
 MADE_UP_CLASSES = {
     "LineLogger": {"path"},
-    "MyCallback": {},
+    "ChannelsLast": {},
     "EpochClock": {"every"},
     "WeightNormLogger": {"every_n_steps", "depth"},
 }
@@ -48,11 +48,9 @@ def nav_pages(nav: Any) -> Iterator[str]:
             yield from nav_pages(item)
 
 
-def blocks(language: str) -> list[tuple[Path, str]]:
+def blocks(*languages: str) -> list[tuple[Path, str]]:
     """Every fenced block of a language, without those that `docs/fill.py` fills."""
-    fence = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-    found = [(path, match) for path in TEXTS for match in fence.finditer(read_page(path)) if match[2] == language]
-    return [(path, re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE)) for path, match in found]
+    return [(path, block.text) for path in TEXTS for block in read_blocks(path) if block.language in languages]
 
 
 def identify(values: list[tuple[Path, str]]) -> list[str]:
@@ -109,7 +107,7 @@ def accepted(class_path: str) -> set[str]:
 
 COMMANDS = [
     (path, line.removeprefix("$ "))
-    for path, block in [*blocks("console"), *blocks("")]
+    for path, block in blocks("console", "bash", "")
     for line in block.splitlines()
     if line.removeprefix("$ ").startswith("dlo ") and not line.startswith("dlo 0.")
 ]

@@ -2,17 +2,46 @@
 
 import configparser
 import re
+import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 from dlo_framework.registry import GROUP_PREFIX, KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 _FILLED = re.compile(r"^<!-- fill: .+? -->\n.*?^<!-- end of fill -->$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^( *)```(\w*) *([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Fenced block of a page.
+
+    Attributes:
+        line: Number of its first line below the fence, from 1.
+        language: Language of the fence.
+        info: Rest of the fence's line.
+        text: Content, without the fence's indentation.
+    """
+
+    line: int
+    language: str
+    info: str
+    text: str
 
 
 def read_page(path: Path) -> str:
     """Returns a page's own text: code and tables that are copied from the tree have tests where they come from."""
-    return _FILLED.sub("", path.read_text(encoding="utf-8"))
+    return _FILLED.sub(lambda match: "\n" * match[0].count("\n"), path.read_text(encoding="utf-8"))
+
+
+def read_blocks(path: Path) -> list[Block]:
+    """Returns the fenced blocks of a page's own text."""
+    text = read_page(path)
+    return [
+        Block(text.count("\n", 0, match.start(4)) + 1, match[2], match[3], textwrap.dedent(match[4]))
+        for match in _FENCE.finditer(text)
+    ]
 
 
 def entry_points() -> dict[str, tuple[str, str]]:
