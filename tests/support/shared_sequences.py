@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,7 +21,7 @@ LENGTH, ROWS = 16, 2
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:
-    """Returns a batch of rows of one document (`plain`), of several (`packed`), or with padding on the right."""
+    """Returns a batch of rows of one document (`plain`), of several (`packed`), or with padding on either side."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 60, (ROWS, LENGTH), generator=draw)
     index = torch.arange(LENGTH).expand(ROWS, LENGTH)
@@ -29,7 +30,15 @@ def batch_of(kind: str) -> dict[str, Tensor]:
         found["position_ids"] = torch.cat([index[:, :6], index[:, : LENGTH - 6]], 1)
     if kind == "padded":
         found["attention_mask"] = (index < torch.tensor([[LENGTH], [11]])).long()
+    if kind == "padded left":  # and of a length that ranks cannot share evenly
+        found["attention_mask"] = (index >= torch.tensor([[0], [5]])).long()
+        found["position_ids"] = (found["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return {name: tensor[:, :-1] for name, tensor in found.items()}
     return found
+
+
+def _shard(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    return shard_sequence(F.pad(whole, (0, 0) * (whole.ndim - 2) + (0, LENGTH - whole.shape[1])), rank, ranks)
 
 
 def compare(rank: int, ranks: int, types: list[tuple[str, str, str]]) -> dict[str, Any]:
@@ -70,10 +79,10 @@ def difference(mesh: Any, name: str, kind: str, method: str, gather: str = "auto
     applier.check(task.model, plan, mesh.size())
     applier.apply(task.model, mesh, plan)
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    own = shard_sequence(weights, rank, ranks)
+    own = _shard(weights, rank, ranks)
     output, _ = _trained(task, applier.shard_batch(batch), real, own)
-    seen = shard_sequence(real, rank, ranks).bool()
-    worst = _apart(output[seen], shard_sequence(expected, rank, ranks)[seen], float(expected.abs().max()))
+    seen = _shard(real, rank, ranks).bool()
+    worst = _apart(output[seen], _shard(expected, rank, ranks)[seen], float(expected.abs().max()))
     grads = {key: parameter.grad for key, parameter in alone.model.named_parameters()}
     least = 1e-2 * max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for key, parameter in task.model.named_parameters():

@@ -19,7 +19,6 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.context.context_parallel import ContextParallel
-from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
 
@@ -98,7 +97,6 @@ def test_a_method_that_does_not_exist() -> None:
 
 def _elements_and_bytes(rank: int, ranks: int) -> dict[Any, Any]:
     """Returns the elements sent and the bytes held, by ranks of the axis, method and recomputation."""
-    _beside_tensor_parallelism()
     found: dict[Any, Any] = {}
     for cp in (1, 2, 4):
         for method, again in itertools.product(("ring", "ulysses"), (False, True)):
@@ -321,19 +319,3 @@ def test_other_uses_and_micro_batches() -> None:
 @pytest.mark.slow
 def test_compiled_blocks_know_each_batch_s_documents_in_backward() -> None:
     run_distributed(_compiled_micro_batches, 2, "ring", "ulysses")
-
-
-def _beside_tensor_parallelism() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    batch = {**batch_of(2, 24), "position_ids": torch.stack([torch.arange(24), torch.arange(8).repeat(3)])}
-    whole = built()
-    for method in ("ring", "ulysses"):
-        model = built()
-        plan = plan_for(model)
-        TensorParallel().apply(model, mesh, plan)
-        applier = ContextParallel(method)  # type: ignore[arg-type]
-        applier.apply(model, mesh, plan)
-        out = hidden(model, applier.shard_batch(batch))
-        (out.square().sum()).backward()
-        expected = whole.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
-        torch.testing.assert_close(applier.gather(out), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Models whose positions mix in other ways than by attention that can be shared: ranks equal one process."""
+"""Models of which ranks share the sequence, also those that mix positions in other ways: ranks equal one process."""
 
 from functools import partial
 from typing import Any
@@ -17,9 +17,16 @@ from support.causal_types import TYPES, tiny
 from support.shared_sequences import compare, inspect_sequence
 from support.token_batches import VOCABULARY, Tokens
 
-#: Types of each way: a bias by position, positions that the model makes, a mask that attention makes, a recurrence
-#: beside shared attention, convolutions in attention, and positions in the first dim.
+#: Types of each way: shared attention (plain, with a window, a cap or sinks), a bias by position, positions that the
+#: model makes, a mask that attention makes, a recurrence beside shared attention, convolutions in attention, and
+#: positions in the first dim.
 CASES = [
+    ("llama", "packed", "ring"),
+    ("mistral", "packed", "ulysses"),
+    ("mistral", "padded left", "ring"),
+    ("gemma2", "padded left", "ulysses"),
+    ("gemma2", "packed", "ring"),
+    ("flint", "packed", "ring"),
     ("bloom", "packed", "ring"),
     ("bart", "packed", "ulysses"),
     ("bart", "padded", "ring"),
@@ -107,15 +114,6 @@ def test_only_what_cannot_be_shared_is_gathered() -> None:
     assert not llama.needs_full_inputs
     assert not parts_of("llama", "all").attention
     assert parts_of("bloom").needs_full_inputs
-
-
-def test_the_mesh_says_what_is_not_divided() -> None:
-    task: Any = CausalLM(config=tiny("qwen3_next")).on_meta()
-    line = ContextParallel().describe(task.model, task.parallel_plan(), 2)
-    assert "modules get full sequences (Qwen3NextGatedDeltaNet)" in line
-    llama: Any = CausalLM(config=tiny("llama")).on_meta()
-    assert "full sequences" not in ContextParallel().describe(llama.model, llama.parallel_plan(), 2)
-    assert ContextParallel().describe(llama.model, llama.parallel_plan(), 1) == ""
 
 
 def test_models_without_blocks_and_unknown_ways_are_refused() -> None:

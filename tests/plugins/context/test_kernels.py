@@ -2,14 +2,12 @@
 
 import itertools
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_plugins.parallel.context import block_attention
 from dlo_plugins.parallel.context.block_attention import (
@@ -22,7 +20,6 @@ from dlo_plugins.parallel.context.block_attention import (
     Result,
     Score,
     kernel_for,
-    merge,
 )
 from dlo_plugins.parallel.context.sequence_layout import PairMask
 
@@ -138,46 +135,6 @@ def test_the_efficient_kernel_gets_the_output_in_the_strides_that_it_reads(monke
     for out in (torch.ones(B, H, 7, D), torch.ones(B, 7, H, D).transpose(1, 2)):
         CUDA_EFFICIENT.backward(block, Result(out, out, torch.ones(B, H, 7)))
     assert strides == [(7 * H * D, D, H * D, 1)] * 2
-
-
-def parts_and_whole(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Two blocks' outputs and log-sum-exps, and those of both: of four rows, which see both, one, the other, none."""
-    draw = torch.Generator().manual_seed(4)
-    first, second = (torch.randn(B, H, 4, D, generator=draw).to(dtype) for _ in range(2))
-    lses = [10 * torch.randn(B, H, 4, generator=draw) for _ in range(2)]
-    lses[0][:, :, 2:], lses[1][:, :, 1::2] = -math.inf, -math.inf
-    first[:, :, 2:], second[:, :, 1::2] = 0, 0
-    weights = torch.stack(lses).double().softmax(0).nan_to_num(0.0)[..., None]
-    whole = weights[0] * first.double() + weights[1] * second.double()
-    return first, lses[0], second, lses[1], whole, torch.logaddexp(*(lse.double() for lse in lses))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_blocks_are_merged_in_one_pass_that_compiles(dtype: torch.dtype) -> None:
-    first, known, second, lse, whole, both = parts_and_whole(dtype)
-    operators = Operators()
-    for run, mode in ((torch.compile(merge, fullgraph=True, backend="aot_eager"), nullcontext()), (merge, operators)):
-        total, found = first.float().clone(), known.clone()
-        with mode:
-            run(total, found, second, lse)
-        torch.testing.assert_close(total.double(), whole, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found.double(), both, rtol=1e-6, atol=1e-6)
-    large = [name for name, size in operators.calls if size == total.numel()]
-    assert large == (["lerp_"] if dtype == torch.float32 else ["_to_copy", "lerp_"])
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators of a block, and how many elements each returns; views are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func.is_view:
-            self.calls.append((func.overloadpacket.__name__, result.numel()))
-        return result
 
 
 @pytest.mark.parametrize(("capability", "enabled", "cudnn"), [((8, 0), True, 0), ((9, 0), True, 1), ((9, 0), False, 0)])

@@ -5,12 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlo_plugins.parallel.context import sequence_layout
-from dlo_plugins.parallel.context.block_attention import Attention, MergedOutput, Score, attend, attend_backward
 from dlo_plugins.parallel.context.sequence_layout import (
     CountedTensor,
-    Documents,
-    PairMask,
     Visibility,
     count_ends,
     find_documents,
@@ -58,11 +54,10 @@ def padding(generator: torch.Generator) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 4, 9, 40])
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("kind", ["one document", "packed", "padded", "packed and padded"])
-@pytest.mark.parametrize("seed", range(2))
-def test_every_pair_of_chunks_is_as_the_whole_mask_has_it(kind: str, window: int | None, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_every_pair_of_chunks_is_as_the_whole_mask_has_it(kind: str, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
     positions = packed(generator) if "packed" in kind else torch.arange(LENGTH).repeat(ROWS, 1)
     mask = padding(generator) if "padded" in kind else None
     whole = whole_mask(positions, mask, window)
@@ -121,30 +116,3 @@ def test_what_the_host_has_counted_it_does_not_ask_the_device_for(kind: str) -> 
 
 def moved(ends: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [CountedTensor.attach(tensor, ends).to("cpu") for tensor in tensors]
-
-
-def masks_made(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Returns how many masks two layers, forward and backward, make of a batch's documents."""
-    made = []
-    monkeypatch.setattr(sequence_layout, "PairMask", lambda seen: made.append(seen) or PairMask(seen))
-    q = torch.randn(2, 2, LENGTH, 8)
-    chunks = range(CHUNKS)
-    for _ in range(2):
-        out = MergedOutput(q, 8)
-        what = Attention(documents, Score(0.3))
-        attend(what, out, q, chunks, q, q, chunks)
-        attend_backward(what, q, out.value(), out.lse, q, chunks, q, q, chunks, tuple(map(torch.zeros_like, (q, q, q))))
-    return len(made)
-
-
-def test_a_pairs_mask_is_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    positions = torch.stack([torch.arange(LENGTH), torch.arange(6).repeat(6)[:LENGTH]])
-    documents = find_documents(positions, None, CHUNKS)
-    some = sum(documents.seen(q, k) is Visibility.SOME for q in range(CHUNKS) for k in range(CHUNKS))
-    assert some > 8
-    assert masks_made(documents, monkeypatch) == some
-    assert masks_made(documents.rows(0, 2), monkeypatch) == some
-    assert masks_made(documents.rows(0, 2), monkeypatch) == 0
-    monkeypatch.setattr(sequence_layout, "KEPT_ELEMENTS", 2 * 4 * 4 * 3)  # room for three masks
-    few = find_documents(positions, None, CHUNKS)
-    assert masks_made(few, monkeypatch) == 3 + 4 * (some - 3)
