@@ -31,7 +31,7 @@ def plain() -> Seen:
     return train("net", measures=True)
 
 
-@pytest.mark.parametrize("budget", ["80%", "40%"])
+@pytest.mark.parametrize("budget", [pytest.param("80%", marks=pytest.mark.slow), "40%"])
 def test_steps_are_the_same_and_the_devices_memory_is_within_the_budget(budget: str, plain: Seen) -> None:
     found = train("net", budget, measures=True, link=FAST)
     assert_same(plain, found)

@@ -34,7 +34,7 @@ def plan_of(seen: Seen) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("budget", ["100%", "50%"])
+@pytest.mark.parametrize("budget", [pytest.param("100%", marks=pytest.mark.slow), "50%"])
 def test_steps_are_the_same_and_memory_is_within_the_budget(budget: str, plain: Seen) -> None:
     found = train("net", budget, measures=True)
     assert_same(plain, found)
@@ -79,6 +79,7 @@ def test_a_users_hook_on_a_block_runs_once_in_a_step() -> None:
     assert count("60%") == count(None) == STEPS
 
 
+@pytest.mark.slow
 def test_compiled_blocks_run_by_the_schedule() -> None:
     options: dict[str, Any] = {"max_steps": STEPS}
     one = train("net", None, callbacks=[Compile(scope="blocks", backend="aot_eager")], **options)
