@@ -1,4 +1,4 @@
-"""Object stores on this machine, each of one bucket from a folder: S3, Google Cloud Storage, and the Hugging Face hub.
+"""Servers on this machine, each of one folder: S3, Google Cloud Storage, the Hugging Face hub, and a plain web server.
 
 They answer what their clients ask to list and read public objects, in the stores' own protocols.
 """
@@ -14,7 +14,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET, REPOSITORY = "corpora", "team/corpora"
@@ -191,11 +191,25 @@ class Hub(_Store):
         return {"type": "file", "path": name, "size": self.size(name), "oid": self.tag(name)}
 
 
+class WebServer(_Store):
+    """Pages of links to files, and the files."""
+
+    def answer(self) -> None:
+        name = unquote(self.url.path).strip("/")
+        if self.has(name):
+            self.send_object(name)
+        else:
+            names, _ = self.listed(f"{name}/" if name else "", "/")
+            links = "".join(f'<a href="{quote(Path(key).name)}">{escape(Path(key).name)}</a>' for key in names)
+            self.send(links.encode(), "text/html", 200 if names else 404)
+
+
 #: By protocol: the store, the URL of its bucket, and the options of fsspec's file system for a server.
 STORES: dict[str, tuple[type[_Store], str, Any]] = {
     "s3": (S3, f"s3://{BUCKET}", lambda url: {"anon": True, "endpoint_url": url}),
     "gs": (GoogleStorage, f"gs://{BUCKET}", lambda url: {"token": "anon", "endpoint_url": url}),
     "hf": (Hub, f"hf://datasets/{REPOSITORY}", lambda url: {"endpoint": url, "token": False}),
+    "http": (WebServer, "", lambda url: {}),
 }
 
 
@@ -209,7 +223,8 @@ def serve_store(protocol: str, folder: Path) -> Iterator[tuple[str, dict[str, An
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
-            yield bucket, options(f"http://127.0.0.1:{server.server_address[1]}"), handler
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            yield bucket or url, options(url), handler
         finally:
             server.shutdown()
             thread.join()

@@ -13,14 +13,14 @@ from dlo_framework.data.remote import BlockCache, RemoteFile, Storage, find_file
 from dlo_framework.errors import DloError
 from dlo_tasks.language.token_sources import TokenFiles, open_tokens
 from dlo_tasks.language.token_windows import TokenWindows
-from support.object_stores import STORES, serve_store
+from support.object_stores import serve_store
 from support.token_files import documents, npy, write_megatron, write_tar
 
 SEQ, BLOCK = 16, 1 << 12
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 
 
-@pytest.fixture(params=list(STORES))
+@pytest.fixture(params=CLIENTS)
 def store(request, tmp_path, monkeypatch):
     # Otherwise gcsfs asks a server of Google what kind of bucket it is.
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")

@@ -21,7 +21,7 @@ from dlo_tasks.language.step_tokens import AccumulationPlan, TextBatchSampler
 from dlo_tasks.language.token_cache import Document, write_store
 from dlo_tasks.language.token_sources import TokenFiles, open_tokens
 from dlo_tasks.language.token_windows import JoinedWindows, TokenWindows, count_from_begins, document_of
-from support.http_files import serve_folder
+from support.object_stores import serve_store
 from support.token_files import documents, npy, write_megatron, write_tar
 
 SEQ = 16
@@ -116,18 +116,18 @@ def test_a_web_server_gives_the_same_windows_by_ranges_of_bytes(kind, tmp_path, 
     pytest.importorskip("aiohttp")
     docs = documents(90)
     files = write(kind, tmp_path, docs)
-    with serve_folder(tmp_path) as (url, requested):
+    with serve_store("http", tmp_path) as (url, _, server):
         remote = files._replace(path=files.path.replace(str(tmp_path), url))
         if kind in ("uint16", "int32"):
             remote = remote._replace(path=f"{remote.path}.bin")
         opened = open_tokens(remote, storage)
         windows = TokenWindows(opened, SEQ, 300, "some")
         check_windows(windows, shards_of(kind, docs, opened))
-        assert any(asked is not None for _, asked in requested) or kind == "dlo", "its file is one block"
-        assert requested
-        before = len(requested)
+        asked = [ranges for _, _, ranges in server.requested if ranges is not None]
+        assert asked or kind == "dlo", "its file is one block"
+        before = len(server.requested)
         check_windows(windows, shards_of(kind, docs, opened))
-        assert len(requested) == before, "the second pass is read from the cache"
+        assert len(server.requested) == before, "the second pass is read from the cache"
 
 
 @pytest.mark.parametrize("kind", KINDS)
