@@ -72,6 +72,7 @@ def check_page(name: str, runs: Runs) -> None:
     assert cells["losses after a resume by one process"] == first_difference(resumed_alone, on_ranks)
 
 
+@pytest.mark.slow
 def test_dlos_figures(dlo, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
     dlo.folder = tmp_path / "run"

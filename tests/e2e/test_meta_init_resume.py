@@ -64,7 +64,11 @@ def last_loss(folder: Path) -> float:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ZeroStrategy, init_args: {stage: 3, meta_init: true}", "FSDPStrategy, init_args: {meta_init: true}"]
+    "strategy",
+    [
+        "ZeroStrategy, init_args: {stage: 3, meta_init: true}",
+        pytest.param("FSDPStrategy, init_args: {meta_init: true}", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_takes_the_values_of_its_checkpoint(folder: Path, strategy: str, capfd) -> None:
     before, sharded = (

@@ -81,6 +81,7 @@ def test_a_table_needs_names_before_ranks_start(tmp_path, monkeypatch, capfd):
     assert "run.predictions must be pt for DigitsData, which has neither prediction_rows" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_prompts_are_completed_in_a_table(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(TEXT)

@@ -80,7 +80,6 @@ def test_ranks_lengths_and_the_graph_of_a_language_model(dlo) -> None:
     ("words", "message"),
     [
         (("--steps", "5"), "--steps must be at least 7 to record 3, got 5; set 7"),
-        (("--active", "0"), "--active must be at least 1, got 0"),
         (("--batches", "8,many"), "--batches must be positive numbers, got 8,many"),
         (("--machine", "h1000"), "machine must be one of"),
     ],

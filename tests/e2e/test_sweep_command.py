@@ -130,12 +130,10 @@ def sweep(*words: str) -> int:
     ("words", "message"),
     [
         (("--trials", "0"), "sweep: --trials must be at least 1, got 0"),
-        (("--sampler", "tpr"), "sweep: --sampler must be one of tpe, gp, cmaes, random, grid, got tpr; did you mean"),
         (("--metric", "val_loss"), "sweep: --metric and --mode must be set together"),
         (("--model.init_args.lr", "1"), "sweep: --model.init_args.lr must be left out, as the space sets"),
         (("--run.name", "x"), "sweep: --run.name must be left out, as the sweep sets it"),
         (("--trainer.num_nodes", "2"), "sweep: trainer.num_nodes must be 1, as a trial runs on its worker's node"),
-        (("--sampler", "grid"), "space: model.init_args.lr must have a finite number of values under --sampler grid"),
         (("--engine", "ray", "--pruner", "bohb"), "sweep: --pruner must be one of none, asha, median, pbt with"),
         (("--space", "nothing.yml"), "sweep: --space must be a file or a shipped space, got nothing.yml"),
     ],
@@ -147,6 +145,7 @@ def test_bad_options_are_one_sentence_before_a_process_starts(place, words, mess
     assert not list((place / "runs").rglob("trial.yaml")) if (place / "runs").exists() else True
 
 
+@pytest.mark.slow
 def test_a_key_that_the_model_does_not_have_is_found_before_the_first_trial(place):
     (place / "space.yml").write_text(yaml.safe_dump({"model.init_args.lrr": {"log": [1e-4, 1e-1]}}))
     with pytest.raises(DloError, match=r"unknown key 'model.init_args.lrr' of ImageClassifier; did you mean 'lr'\?"):

@@ -63,7 +63,6 @@ def test_what_only_the_json_sets_is_taken():
             {"clip_val": 0.5},
             ["gradient_clipping must equal trainer.gradient_clip_val 0.5, got 1.0"],
         ),
-        ({"gradient_clipping": 1.0}, {"clip_val": 0.0}, ["must equal trainer.gradient_clip_val 0.0, got 1.0"]),
         ({"gradient_clipping": -1.0}, {}, ["must be a norm"]),
         ({}, {"clip_val": 0.5, "clip_algorithm": "value"}, ["gradient_clip_algorithm must be norm"]),
         (
@@ -81,7 +80,6 @@ def test_what_only_the_json_sets_is_taken():
             {},
             ["per_gpu 8 x gradient_accumulation_steps 1 x 2 ranks = 16, got 65; set train_batch_size 16"],
         ),
-        ({"train_batch_size": 0}, {}, ["an integer of at least 1"]),
         (
             {"train_micro_batch_size_per_gpu": 16},
             {"micro_batch_size": 8},
@@ -90,16 +88,6 @@ def test_what_only_the_json_sets_is_taken():
                 "16 samples per rank",
                 "got 16 (the global batch: 8 per rank)",
                 "set --data.batch_size 32",
-            ],
-        ),
-        (
-            {"train_batch_size": 64},
-            {"micro_batch_size": 8, "accumulation": 2},
-            [
-                "train_batch_size 64 of",
-                "16 samples per rank",
-                "accumulate_grad_batches 2",
-                '"train_batch_size": "auto"',
             ],
         ),
         (

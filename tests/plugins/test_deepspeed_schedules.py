@@ -101,10 +101,8 @@ def test_auto_is_filled_from_the_run():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"params": {}}, "scheduler must have a type"),
         ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "did you mean 'warmup_num_steps'?"),
         ({"type": "WarmupDecayLR"}, "of WarmupDecayLR must have total_num_steps"),
-        ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "of OneCycle must have cycle_max_lr"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps must be an integer of at least 1"),
         (
             {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_second_step_size": -5}},
@@ -188,7 +186,7 @@ def test_lamb_is_deepspeeds_kernel_and_asks_for_full_parameters(inside, corrects
         merge_options({"stage": 1}, {"optimizer": {"type": "Lamb"}})
 
 
-@pytest.mark.parametrize(("name", "mode"), [("AdamW", True), ("Adam", True), ("Adam", False)])
+@pytest.mark.parametrize(("name", "mode"), [("AdamW", True), ("Adam", False)])
 def test_adam_without_bias_correction(name, mode):
     """The update is m / (sqrt(v) + eps), as in DeepSpeed's csrc/adam/cpu_adam_impl.cpp without the two corrections."""
     params = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-3, "weight_decay": 0.1, "bias_correction": False}
@@ -221,7 +219,6 @@ def test_auto_is_filled_from_the_tasks_optimizer():
     ("section", "message"),
     [
         ({"type": "AdamX"}, "unknown optimizer.type 'AdamX'; did you mean 'Adamax'?"),
-        ({"params": {"lr": 1.0}}, "optimizer must have a type"),
         ({"type": "AdamW", "params": {"bettas": [0.9, 0.9]}}, "did you mean 'betas'?"),
         ({"type": "AdamW", "params": {"lr": "1e-3"}}, "optimizer.params.lr must be a number"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, 'set "gradient_clipping": 1.0'),

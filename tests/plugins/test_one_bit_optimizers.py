@@ -227,10 +227,6 @@ def test_what_trains_first_after_the_freeze_is_refused():
             lambda: OneBitAdam(parameters(), freeze_step=1, refresh_every=1),
             "refresh_every of OneBitAdam must be at least 2, got 1",
         ),
-        (
-            lambda: OneBitAdam(parameters(), least_root=2.0, freeze_step=1),
-            "least_root of OneBitAdam must be at least 0",
-        ),
         (lambda: OneBitLamb(parameters(), factor_change=0.0, freeze_step=1), "factor_change and least_root"),
     ],
 )

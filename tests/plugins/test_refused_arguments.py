@@ -21,6 +21,7 @@ from dlo_plugins.images.progressive_resizing import ProgressiveResizing
 from dlo_plugins.images.rectangular_validation import RectangularValidation
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.profile.callback import Profile
+from dlo_plugins.profile.energy import Energy
 from dlo_plugins.prune.callback import Prune
 from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.quantise.low_precision import LowPrecision
@@ -64,6 +65,7 @@ from dlo_plugins.schedules.lr_finder import LRFinder
         (lambda: TokenDrop(1.0), {}, "start must be above 0 and below 1, got 1.0"),
         (lambda: TokenDrop(multiple=0), {}, "multiple must be at least 1, got 0"),
         (lambda: TokenDrop(until="9 samples"), {}, "until must be in epochs or percent, got '9 samples'"),
+        (lambda: Energy(-1), {}, "grams_per_kwh must be at least 0, got -1"),
         (Profile, {"wait": -1}, "wait must be at least 0, got -1"),
         (Profile, {"active": 0}, "active must be at least 1, got 0"),
         (Profile, {"formats": ["chrom"]}, "got chrom; did you mean 'chrome'"),

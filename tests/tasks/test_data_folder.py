@@ -226,7 +226,6 @@ def test_checks_of_a_good_dataset_pass_and_of_a_small_one_say_what_fits(tmp_path
     [
         ({"image_size": 0}, "image_size must be at least 1"),
         ({"scale": (0.5, 1.5)}, "scale must be two numbers"),
-        ({"ratio": (2.0, 1.0)}, "ratio must be two numbers"),
         ({"crop_pct": 0}, "crop_pct"),
         ({"rand_augment": "rand-m9-x2"}, "got 'x2' in"),
         ({"rand_augment": {"num_ops": 2, "strength": 9}}, "unknown: strength"),
@@ -301,7 +300,6 @@ def test_a_hostile_tar_reaches_no_file(tmp_path: Path) -> None:
     [
         ([("a.jpg", b"x")], "'a.jpg' must have a label, got none; add a.cls"),
         ([("a.jpg", b"x"), ("a.cls", b"cat")], "must be a class index"),
-        ([("a.jpg", b"x"), ("a.json", b"[1")], "must be a class index"),
         ([("a.jpg", b"x"), ("a.cls", b"-1")], "0 or more"),
         ([("a.jpg", b"x"), ("a.cls", b" " * 70_000)], "at most 64 KiB"),
     ],

@@ -160,10 +160,6 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         ('{"text": "a"', r"a\.jsonl:3: JSON is invalid, column 13: Expecting ',' delimiter"),
         ('["text"]', r"a\.jsonl:3: line must be a JSON object, got list"),
         ('{"test": "a"}', r"a\.jsonl:3: record must have 'messages', .* got 'test'; did you mean 'text'\?"),
-        (
-            '{"prompt": "a", "completon": "b"}',
-            r"a\.jsonl:3: a record with 'prompt' must have 'completion' too, got 'prompt', 'completon'; add it",
-        ),
         ('{"prompt": "a"}', r"a\.jsonl:3: a record with 'prompt' must have 'completion' too, got 'prompt'; add it"),
         ('{"text": 3}', r"a\.jsonl:3: text must be a string, got int: '3'"),
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),
@@ -176,14 +172,9 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contents": "b"}]}',
             r"a\.jsonl:3: message 2 \(role assistant\) must have content, got 'role', 'contents'; did you mean",
         ),
-        ('{"messages": [{"role": "assistant", "content": null}]}', r"a\.jsonl:3: message 1 .* must have content, got"),
         (
             '{"text": "a \\ud83d"}',
             r"a\.jsonl:3: text must be valid Unicode, got '\\ud83d', half of a surrogate pair; .* remove the line",
-        ),
-        (
-            '{"prompt": "a", "completion": "\\ude00"}',
-            r"a\.jsonl:3: completion must be valid Unicode, got '\\ude00', half of a surrogate",
         ),
         (
             '{"messages": [{"role": "user", "content": [{"text": "\\ud83d"}]}]}',

@@ -97,7 +97,6 @@ def test_weight_decay_leaves_out_the_biases_of_experts() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: vit(MixtureOptions()), "experts.count must be at least 2, got none"),
         (lambda: vit(MixtureOptions(count=4, every=9)), "experts.every must be at most 4"),
         (lambda: vit(MixtureOptions(count=4), "resnet18", model_args={}), "whose blocks have MLPs, got ResNet"),
         (lambda: llama(MixtureOptions(count=4, router="expert_choice")), "must be softmax or sigmoid for a causal"),

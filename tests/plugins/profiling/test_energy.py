@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.profile import energy as energy_callback
 from dlo_plugins.profile.energy import Energy, count_nvml, count_rapl, find_counters
@@ -157,8 +156,3 @@ def _resumes(rank: int, world_size: int, folder: Path) -> list[float]:
 def test_a_resumed_run_adds_to_the_joules_of_all_ranks_before(tmp_path) -> None:
     first, _ = run_distributed(_resumes, 2, tmp_path, backend=None)
     assert first == [3 * 110.0, 5 * 110.0]
-
-
-def test_grams_must_not_be_negative() -> None:
-    with pytest.raises(DloError, match="grams_per_kwh must be at least 0, got -1"):
-        Energy(-1)
