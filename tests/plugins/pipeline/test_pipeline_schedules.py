@@ -159,19 +159,10 @@ def test_varuna_s_backwards_follow_their_recomputation_and_its_last_stage_has_no
             assert (one.kind is R) == (other.kind is B)
             assert one.kind is not R or one[1:] == other[1:]
     assert [a.kind for a in schedule.orders[-1]] == [F, B] * (4 * ranks)
-    # At the costs of the rules a gradient that arrives finds its activations, unless the rank is still busy.
-    timeline = simulate(schedule, StageCosts.equal(ranks))
-    for row in timeline.rows[:-1]:
-        for recomputed, backward in itertools.pairwise(row):
-            if recomputed.action.kind is R:
-                arrived = next(
-                    t.end for t in timeline.rows[backward.action.stage + 1]
-                    if t.action == backward.action._replace(stage=backward.action.stage + 1)
-                )  # fmt: skip
-                assert backward.start == max(arrived, recomputed.end)
     # Recomputation of 1F1B in each backward takes a full forward more on every rank, and in filling and draining.
     everywhere = StageCosts([1.0] * ranks, [2.0] * ranks, [1.0] * ranks)
-    assert timeline.makespan < simulate(make_schedule("1F1B", ranks, 4 * ranks), everywhere).makespan
+    own = simulate(schedule, StageCosts.equal(ranks))
+    assert own.makespan < simulate(make_schedule("1F1B", ranks, 4 * ranks), everywhere).makespan
 
 
 @pytest.mark.parametrize(("ranks", "number", "steps"), [(2, 2, 1), (2, 4, 3), (4, 4, 5), (4, 9, 2), (8, 8, 3)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlo_plugins.parallel.pipeline.exchange import ReceiveQueue, Transport
+from dlo_plugins.parallel.pipeline.exchange import Transport
 from dlo_plugins.parallel.pipeline.pipeline_schedules import Placement
 
 
@@ -38,16 +38,6 @@ def test_on_nccl_what_comes_and_goes_to_each_neighbour_passes_in_a_group_of_its_
     assert len({id(way.group) for way in ways}) == (4 if apart else 1)
     assert {way._limit for way in ways} == {limit}
     assert {way.ahead for way in ways} == {0 if apart else 2}
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_receives_are_posted_as_far_ahead_as_the_link_allows(ahead: int) -> None:
-    posted: list[Any] = []
-    link: Any = SimpleNamespace(ahead=ahead, receive=posted.append, wait=lambda work: None)
-    queue = ReceiveQueue(link, range(5), lambda item: torch.full((1,), float(item)), lambda *_: None)
-    for item in range(5):
-        assert float(queue.receive(item)) == item
-        assert len(posted) == min(5, item + 1 + ahead)
 
 
 class Met(Transport):
