@@ -1,4 +1,4 @@
-"""What passes between ranks, dropout, recomputation, bfloat16, copies, and models that are no one's but the user's."""
+"""What passes between ranks, dropout, recomputation, bfloat16, and copies."""
 
 import copy
 import functools
@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
-from dlo_framework.shards import get_layout
 from dlo_framework.testing import run_distributed
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
@@ -27,7 +25,6 @@ from support.tensor_models import (
     image_model,
     language_model,
     plan_of,
-    sum_partial,
     text_loss,
     tokens,
     whole_gradients,
@@ -257,62 +254,6 @@ def _others(rank: int, world_size: int) -> None:
     assert all(torch.equal(found, expected) for found in generated)
 
 
-class Block(nn.Module):
-    """Attention, MLP, norms and residuals in one module."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.num_heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        q, k, v = (p(y).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(20, 16)
-        self.blocks = nn.ModuleList(Block(16, 4) for _ in range(2))
-        self.head = nn.Linear(16, 20)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-RULES = {
-    **{f"blocks.*.{name}": "heads" for name in "qkv"},
-    **{"blocks.*.up": "column", "blocks.*.o": "row", "blocks.*.down": "row", "blocks.*.norm?": "sequence"},
-    **{"tokens": "vocab", "head": "vocab"},
-}
-
-
-def _own(rank: int, world_size: int) -> None:
-    alone, shared = Transformer(), Transformer()
-    plan = ParallelPlan(blocks=("blocks.*",), stem=("tokens",), head=("head",), tensor=RULES)
-    plan.validate(shared)
-    applier = TensorParallel()
-    applier.apply(shared, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), plan)
-    assert not get_layout(shared).partial
-    ids = torch.randint(20, (3, 7))
-    outputs = [model(ids) for model in (alone, shared)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
-    for output in outputs:
-        output.square().sum().backward()
-    sum_partial(shared)
-    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-    assert_close(whole_gradients(shared), wanted, 1e-5, "one's own")
-
-
 def _compiled(rank: int, world_size: int) -> None:
     for make, loss, sequence_parallel in (
         (functools.partial(language_model, "llama"), text_loss, False),
@@ -373,10 +314,7 @@ def _overlapped(rank: int, world_size: int) -> None:
         assert torch.equal(found, hidden) == (factor == 1)
 
 
-CHECKS = (
-    *(_volume, _order, _stages, _kept, _overlapped, _dropout, _dropout_recomputed, _others, _own),
-    _selective,
-)
+CHECKS = (_volume, _order, _stages, _kept, _overlapped, _dropout, _dropout_recomputed, _others, _selective)
 
 
 def _run(rank: int, world_size: int, checks: tuple[Any, ...]) -> None:

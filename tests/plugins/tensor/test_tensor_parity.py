@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 8, "attn_pdrop": 0.0, "tie_word_embeddings": True},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},  # MLP in the block
 }
-FEW = ("llama", "qwen3", "phi3", "gpt_neox", "gpt2")
+FEW = ("llama", "phi3", "gpt2")
 ON_FOUR = ("llama", "gemma", "qwen3", "phi3", "gpt_neox", "olmo2", "gemma2")
 
 
