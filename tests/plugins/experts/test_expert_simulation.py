@@ -64,6 +64,7 @@ def test_each_rank_has_its_experts_and_sends_what_the_formula_says() -> None:
     assert sum(rank.state_bytes.parameters for rank in drawn.ranks) == 2 * drawn.unsharded.parameters
 
 
+@pytest.mark.slow
 def test_more_ranks_than_experts_have_equal_shares() -> None:
     model = task(tiny("gpt_oss", vocab_size=96))
     spec = MeshSpec(dp_replicate=2, dp_shard=8, ep=2)  # 4 ranks share 2 experts.
@@ -75,6 +76,7 @@ def test_more_ranks_than_experts_have_equal_shares() -> None:
     assert full.largest.state_bytes.total <= 1.03 * 4 * 4 * drawn.parameters / 8
 
 
+@pytest.mark.slow
 def test_tp_and_ep_both_cut_experts() -> None:
     model = task(tiny("qwen3_moe", num_hidden_layers=3, vocab_size=96))
     spec = MeshSpec(dp_shard=8, tp=2, ep=2)  # 4 ranks share the halves of 2 experts.

@@ -45,7 +45,7 @@ def _memory(profile: ModelProfile, layout: Layout) -> RankMemory:
     return MemoryModel(TimeModel(profile, load_machine("h100"), MIXED)).largest(layout)
 
 
-@pytest.mark.parametrize("name", ["lora", "qlora", "freeze"])
+@pytest.mark.parametrize("name", ["qlora", "freeze"])
 def test_state_is_that_of_the_parameters_that_a_run_has(name: str) -> None:
     profile, task = _profile(name)
     parameters = list(task.model.parameters())

@@ -72,11 +72,6 @@ def test_simulated_ranks_have_the_runs_precision(
     assert main(["mesh", "--config", str(tmp_path / "plan_1.yaml"), *precision]) == 0
 
 
-def test_no_options_are_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 2
-    assert "plan: --config must name a config, got none; add --config x.yaml" in capsys.readouterr().err
-
-
 def test_bad_options_are_refused_before_torch_is_imported(config: str) -> None:
     code = f"""
 import sys
@@ -89,6 +84,7 @@ sys.exit("torch" if "torch" in sys.modules else 0)
     assert "h1000" in done.stderr
 
 
+@pytest.mark.slow
 def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +108,7 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
 
+@pytest.mark.slow
 def test_parts_of_a_run_are_in_the_figures_or_named(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +188,6 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
         (["--gpus", "4", "--nodes", "3"], "--gpus must be divisible by --nodes, got 4 and 3; set --gpus 3"),
         (["--gpus", "4", "--memory", "lots"], "--memory must be a size of at least one byte, got lots"),
         (["--gpus", "4", "--fix", "tp"], "--fix must be KEY=VALUE, got tp"),
-        (["--gpus", "4", "--machine", "cpu", "--memory", "401MB"], "--memory must hold a plan"),
         (["--gpus", "3", "--machine", "cpu", "--fix", "tp=3"], "tp must divide the 4 heads"),
         (["--gpus", "4", "--machine", "cpu", "--fix", "gather=bfloat16"], "--fix gather must be float32"),
         (

@@ -35,7 +35,9 @@ def _planned(layout: Layout, **changes: Any) -> tuple[Candidate, list[RankMemory
     return found, memory.ranks(layout), verify
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(pp=2, dp_shard=2), MeshSpec(dp_shard=2, tp=2)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(MeshSpec(pp=2, dp_shard=2), marks=pytest.mark.slow), MeshSpec(dp_shard=2, tp=2)]
+)
 def test_even_shards_are_as_predicted(mesh: MeshSpec) -> None:
     found, ranks, verify = _planned(Layout(mesh, 1, 4))
     verified = verify(found, ranks)
