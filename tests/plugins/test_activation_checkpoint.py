@@ -161,7 +161,7 @@ def test_products_of_dlos_experts_are_kept() -> None:
     assert count.calls["tanh"] == 2
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_blocks_may_be_compiled(mode: Any) -> None:
     net = applied(Net(dropout=0.0), mode=mode)
     for block in net.blocks:  # type: ignore[union-attr]

@@ -112,9 +112,8 @@ def seeded(make, *arguments):
 # --- what runs compiled ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-@pytest.mark.parametrize("make", [Plain, Own])
-def test_a_module_trains_as_without_it(make, scope):
+@pytest.mark.parametrize(("scope", "make"), [("model", Plain), ("blocks", Own)])
+def test_a_module_trains_as_without_it(scope, make):
     """torch.compile's front end and autograd's back end compute what eager does."""
     plain, compiled = seeded(make), seeded(make)
     if make is Own:
@@ -253,7 +252,8 @@ def test_on_an_accelerator_every_mode_trains_as_eager_does(mode, scope, tmp_path
     assert compiled == pytest.approx(losses([]), rel=1e-3)
 
 
-@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_language_model_runs_compiled_though_its_head_is_in_the_loss(scope):
     def train(callbacks):
         seed_everything(3, verbose=False)

@@ -87,7 +87,8 @@ def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
     assert len(CALLS) - compiled == 18 - at
 
 
-@pytest.mark.parametrize("at", [7, *(pytest.param(at, marks=pytest.mark.slow) for at in (6, 8, 9))])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [6, 7, 8, 9])
 def test_stopped_around_a_change_of_size_whose_first_batch_runs_uncompiled(tmp_path, at):
     """The first batch of each size is counted in the whole run; a resumed one counts what that had not yet."""
     whole = run(tmp_path / "whole", [Rows(), Compile(backend="traced")]).losses
