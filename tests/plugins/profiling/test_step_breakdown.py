@@ -15,7 +15,6 @@ from dlo_plugins.profile.operations import (
     MATRIX,
     NORMALISATION,
     OPTIMIZER,
-    kind_of_operator,
 )  # fmt: skip
 from dlo_plugins.profile.rank_profile import memory_timeline
 from dlo_plugins.profile.step_breakdown import MARK, MODULE, Breakdown, HostFrames, Phases, break_down, parse_trace
@@ -113,14 +112,6 @@ def test_a_collective_that_ends_later_is_not_waited_for() -> None:
     assert found.hidden == pytest.approx(380e-6)
 
 
-def test_a_validation_inside_a_step_is_left_out() -> None:
-    events = [mark("step 1", 0), op("aten::mm", 10, 110), mark("pause", 200), op("aten::mm", 210, 900),
-              mark("resume", 1000), op("aten::mm", 1010, 1020), mark("end 1", 1100)]  # fmt: skip
-    found = broken(events)
-    assert found.wall == pytest.approx(300e-6)
-    assert micros(found) == {MATRIX: 110.0, HOST: 190.0}
-
-
 def kernel(name: str, start: float, end: float, operator: int, category: str = "kernel") -> dict[str, Any]:
     return op(name, start, end, category, thread=7, External_id=operator)
 
@@ -164,19 +155,6 @@ def test_an_accelerators_time_is_that_of_its_kernels() -> None:
     assert found.hidden == pytest.approx(100e-6)
     assert found.modules["block.attn"].forward == pytest.approx(200e-6)
     assert found.modules["block.attn"].backward == pytest.approx(150e-6)  # of the mm in forward, on autograd's thread
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("aten::addmm", MATRIX), ("aten::conv2d", MATRIX), ("aten::_softmax", ELEMENTWISE), ("aten::gelu", ELEMENTWISE),
-        ("aten::native_batch_norm", NORMALISATION), ("aten::cat", COPIES), ("aten::view", HOST), ("AddBackward0", None),
-        ("c10d::allgather_", EXPOSED), ("_c10d_functional::wait_tensor", EXPOSED), ("FSDP::all_gather", None),
-        ("flash_attn::_flash_attn_forward", ATTENTION), ("torch::autograd::AccumulateGrad", None),
-    ],
-)  # fmt: skip
-def test_kinds_of_operators(name: str, kind: str | None) -> None:
-    assert kind_of_operator(name) == kind
 
 
 def test_memory_at_the_peak_is_named_by_module_and_phase() -> None:

@@ -180,8 +180,7 @@ def test_sr_ste_is_the_papers_step(tmp_path):
         torch.testing.assert_close(net.net[place].weight.detach(), weight * mask(weight))
 
 
-@pytest.mark.parametrize("schedule", ["gradual", "one_shot"])
-@pytest.mark.parametrize("pattern", ["2:4", "3:8"])
+@pytest.mark.parametrize(("pattern", "schedule"), [("2:4", "gradual"), ("3:8", "one_shot")])
 def test_a_pattern_is_exact_in_every_layer(tmp_path, pattern, schedule):
     net, watch, prune = fit(tmp_path, pattern=pattern, schedule=schedule)
     found = NMPattern.parse(pattern)

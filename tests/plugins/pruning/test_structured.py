@@ -73,7 +73,7 @@ def silenced(task: Any, kind: str, amount: float) -> torch.Tensor:
     return outputs(task)
 
 
-@pytest.mark.parametrize(("kind", "amount"), [("heads", 0.5), ("hidden", 0.5), ("hidden", 0.27)])
+@pytest.mark.parametrize(("kind", "amount"), [("heads", 0.5), ("hidden", 0.27)])
 @pytest.mark.parametrize("family", ["vit", "llama", "gpt2", "phi3", "opt", "gpt_neox"])
 def test_it_computes_what_is_left(family, kind, amount):
     task = vision() if family == "vit" else language(family)
@@ -204,7 +204,11 @@ def silence(task: Any, smaller: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "amount"),
-    [*((name, 0.3) for name in MODELS if name != "resnet_basic"), ("resnet_basic", 0.67)],
+    [
+        *((name, 0.3) for name in ("resnet", "coatnet", "maxvit")),
+        ("resnet_basic", 0.67),
+        *(pytest.param(name, 0.3, marks=pytest.mark.slow) for name in ("resnet_wide", "coatnet_late", "coatnet_bn")),
+    ],
 )
 def test_it_computes_what_is_left_and_trains(name: str, amount: float) -> None:
     task = task_of(*MODELS[name])

@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchao.quantization import Int8Tensor, MappingType, PerRow, ZeroPointDomain
+from torchao.quantization import ZeroPointDomain
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig
 from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
@@ -34,16 +34,6 @@ def weights(dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     found = (scale * torch.randn(48, 96, generator=torch.Generator().manual_seed(3))).to(dtype)
     found[3], found[4], found[5] = 0, found[4].abs(), -found[5].abs()
     return found
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_symmetric_rounding_is_torchaos_conversion(dtype: torch.dtype, scale: float) -> None:
-    weight = weights(dtype, scale)
-    converted = Int8Tensor.from_hp(weight, PerRow(), MappingType.SYMMETRIC_NO_CLIPPING_ERR)
-    grid = symmetric_grid(weight, 8)
-    assert torch.equal(levels(weight, grid).float(), converted.qdata.float())
-    assert torch.equal(fake_quantise(weight, grid), converted.dequantize())
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, torch.int8), (4, torch.int4), (3, torch.int3), (2, torch.int2)])

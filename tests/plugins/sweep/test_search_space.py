@@ -79,11 +79,9 @@ def test_probes_hold_each_choice_and_both_ends_of_each_range():
     [
         ("a: 3", r"space: a must be a list of choices or a mapping, got 3; such as \[3\]"),
         ("a: [1, 1]", "space: a must have each choice once, got 1 twice"),
-        ("a: {logg: [1, 2]}", "got 'logg'; did you mean 'log'?"),
         ("a: {log: [0, 1]}", "space: a must be above 0 on a log scale, got 0"),
         ("a: {log: [2, 1]}", "space: a must have a low end below its high end, got [2, 1]".replace("[", r"\[")),
         ("a: {int: [1, 2.5]}", "space: a must have whole numbers as ends"),
-        ("a: {uniform: [0, 1], step: 2}", "space: a: step must be above 0 and at most 1, got 2"),
         ("a: {log: [1, 2], step: 1}", "space: a: step must be left out with log"),
         ("a: [1, 2]\nb: {choice: [1, 2], when: {c: 1}}", "space: b: when must name keys of the space, got c"),
         ("a: [1, 2]\nb: {choice: [1, 2], when: {a: 3}}", "space: b: when must name values of a, got 3"),
