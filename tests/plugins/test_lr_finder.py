@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
@@ -28,17 +28,9 @@ from dlo_plugins.schedules.lr_finder import (
     valley,
 )
 from support.named_sets import isolate_named_sets
+from support.noisy_data import Noisy
+from support.runs import Losses
 from support.trainers import quiet_trainer
-
-
-class Noisy(Dataset):
-    """Samples whose augmentation draws from each of the three global generators."""
-
-    def __len__(self) -> int:
-        return 28
-
-    def __getitem__(self, index):
-        return torch.full((6,), index / 28) + torch.randn(6) + random.random() + float(np.random.rand()), index % 3
 
 
 class Data(ResumableDataModule):
@@ -87,14 +79,6 @@ class Rates:
         self.steps = 0
 
 
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(float(outputs["loss"]))
-
-
 def fit(folder, *callbacks, make=Net, data=None, logger=False, ckpt_path=None, **options):
     """Returns the losses that training saw, the module and the trainer."""
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
@@ -102,7 +86,7 @@ def fit(folder, *callbacks, make=Net, data=None, logger=False, ckpt_path=None, *
     options = {"max_epochs": 2, "logger": logger, "default_root_dir": folder, **options}
     trainer = quiet_trainer(callbacks=[*callbacks, losses], **options)
     trainer.fit(module, datamodule=data or Data(), ckpt_path=ckpt_path)
-    return losses.seen, module, trainer
+    return losses.found, module, trainer
 
 
 @pytest.mark.parametrize(("ours", "accumulate"), [(True, 3), (False, 1)])
@@ -305,17 +289,6 @@ def test_a_suggestion_that_raises_leaves_the_report_of_the_sweep(tmp_path, capsy
     assert f"  {'curve':<22}{tmp_path / 'lr_find.png'}" in lines
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30), st.floats(0, 0.99))
-def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses_so_far(losses, beta):
-    """Corrected for its start at zero, an exponential average is a mean with weights beta^age that add up to 1."""
-    sweep = Sweep(1000, beta, stop_factor=math.inf)
-    for loss in losses:
-        sweep.add(1.0, loss)
-    for count in range(1, len(losses) + 1):
-        weights = np.array([beta**age for age in reversed(range(count))])
-        assert sweep.smoothed[count - 1] == pytest.approx(float(weights @ losses[:count] / weights.sum()))
-
-
 def fed(losses, **options):
     sweep = Sweep(**{"steps": 100, "beta": 0.0, **options})
     for number, loss in enumerate(losses):
@@ -335,15 +308,6 @@ def test_it_stops_at_nan_and_infinity_and_at_its_last_step():
     assert fed([1.0, math.inf, 1.0]).stopped == "the loss became inf"
     whole = fed([1.0] * 10, steps=4)
     assert (len(whole.losses), whole.stopped) == (4, None)
-
-
-def test_the_first_tenth_the_last_five_and_what_follows_a_nan_are_cut():
-    sweep = fed([1.0] * 100)
-    assert sweep.trimmed()[0] == sweep.rates[10:95]
-    early = fed([*[1.0] * 30, 9.0], steps=100)
-    assert early.trimmed()[0] == early.rates[10:26]
-    early.smoothed[20] = math.nan
-    assert early.trimmed() == (early.rates[10:20], [1.0] * 10)
 
 
 RATES = sweep_rates(1e-6, 1, 61)  # ten a decade

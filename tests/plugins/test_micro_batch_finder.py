@@ -2,9 +2,6 @@ import json
 import math
 import random
 import runpy
-import subprocess
-import sys
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
 from dlo_plugins.batches.micro_batch_finder import (
     ActivationBudget,
-    BatchPool,
     MicroBatchFinder,
     concat_batches,
     count_samples,
@@ -28,9 +25,12 @@ from dlo_plugins.batches.micro_batch_finder import (
     keep_global_batch,
 )
 from dlo_plugins.images.progressive_resizing import ProgressiveResizing
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.schedules.lr_finder import LRFinder
 from dlo_tasks.imagenet.digits import DigitsData
+from support.noisy_data import Noisy
+from support.runs import Losses
 from support.trainers import quiet_trainer
 
 
@@ -75,32 +75,16 @@ class Seen:
         self.seen: list[int] = []
 
 
-class Noisy(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 200
-
-    def __getitem__(self, index):
-        return torch.full((6,), index / 28) + torch.randn(6) + random.random(), index % 3
-
-
 class Data(ResumableDataModule):
     def __init__(self) -> None:
         super().__init__(batch_size=20, num_workers=0)
 
     def train_dataloader(self):
-        return self.train_loader(Noisy())
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(float(outputs["loss"]))
+        return self.train_loader(Noisy(200))
 
 
 def fit(folder, *callbacks, make=Net, data=None, **options):
-    torch.manual_seed(1), random.seed(2)
+    torch.manual_seed(1), random.seed(2), np.random.seed(3)
     module, losses = make(), Losses()
     trainer = quiet_trainer(
         default_root_dir=folder,
@@ -110,7 +94,7 @@ def fit(folder, *callbacks, make=Net, data=None, **options):
     trainer.fit(
         module, **({"train_dataloaders": data} if isinstance(data, DataLoader) else {"datamodule": data or Data()})
     )
-    return losses.seen, module
+    return losses.found, module
 
 
 AMPLE = 10**12
@@ -251,20 +235,13 @@ def test_a_cpu_without_a_budget_and_manual_optimization_are_refused(tmp_path):
         fit(tmp_path, MicroBatchFinder(memory_limit_bytes=1), make=Manual)
 
 
-TWO_RANKS = """
-import sys
-from pathlib import Path
-import torch
-sys.path.insert(0, {tests!r})
-from test_micro_batch_finder import AMPLE, MicroBatchFinder, Net, ZeroStrategy, fit
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-
 class Uneven(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if self.global_rank == 1:  # Saves more than the other rank does.
             loss = loss + 0 * (batch[0].repeat(1, 9).requires_grad_() ** 2).sum()
         return loss
+
 
 class OneFails(Net):
     def training_step(self, batch, batch_idx):
@@ -274,17 +251,21 @@ class OneFails(Net):
             self.bound = 37
         return super().training_step(batch, batch_idx)
 
-def run(*callbacks, strategy="ddp", **options):
-    return fit({folder!r}, *callbacks, strategy=strategy, devices=2, **options)
 
-if __name__ == "__main__":
+def _find_on_two(rank, world_size, folder):
+    """Returns the trials of each search; losses are those without one."""
+
+    def run(*callbacks, strategy="ddp", **options):
+        return fit(folder, *callbacks, strategy=strategy, devices=2, **options)
+
+    trials = []
     expected, _ = run()
     for where, bound in (("forward", 37), ("backward", 24)):
         finder = MicroBatchFinder(memory_limit_bytes=AMPLE, margin=0.0)
-        losses, module = run(finder, make=lambda: OneFails(10**9, where))
+        losses, module = run(finder, make=lambda where=where: OneFails(10**9, where))
         assert finder.per_rank == bound, (finder.per_rank, where)
         assert losses == expected, where
-        (Path({folder!r}) / f"{{where}}-{{module.global_rank}}").write_text(str(finder.trials))
+        trials.append(str(finder.trials))
     for strategy in (lambda: ZeroStrategy(3), FSDPStrategy):
         expected, _ = run(strategy=strategy())
         finder = MicroBatchFinder(memory_limit_bytes=20_000, margin=0.0)
@@ -292,19 +273,14 @@ if __name__ == "__main__":
         assert 20 < finder.per_rank < 60, finder.trials
         assert losses == expected
         assert max(module.sizes.seen) <= finder.per_rank
-"""
+    return trials
 
 
 @pytest.mark.slow
 def test_one_rank_of_two_runs_out_of_memory_and_both_go_on(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(TWO_RANKS.format(tests=str(__file__).rpartition("/")[0], folder=str(tmp_path)))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for where in ("forward", "backward"):
-        first, second = ((tmp_path / f"{where}-{rank}").read_text() for rank in (0, 1))
-        assert first == second
-        assert "False" in first
+    first, second = run_distributed(_find_on_two, 2, tmp_path, backend=None)
+    assert first == second
+    assert all("False" in trials for trials in first)
 
 
 def test_the_picture_is_what_the_search_draws():
@@ -373,27 +349,6 @@ def test_the_budget_counts_what_is_kept_for_the_backward_pass():
     with pytest.raises(torch.OutOfMemoryError, match="memory_limit_bytes"):
         keeps(needed - 1)
     keeps(needed).backward()  # The count of bytes starts at 0 again.
-
-
-Pair = namedtuple("Pair", ["x", "y"])
-
-
-def test_batches_of_any_size_are_made_of_the_loaders():
-    def batch(start):
-        numbers = torch.arange(start, start + 3)
-        return {"x": [numbers, Pair(numbers * 2, numbers * 3)], "names": [f"{n}" for n in numbers], "scale": 0.5}
-
-    count = iter(range(3, 30, 3))
-    pool = BatchPool(lambda: batch(next(count)), batch(0))
-    assert count_samples(pool.batch(2)) == 2
-    made = pool.batch(7)
-    assert made["x"][0].tolist() == list(range(7))
-    assert made["x"][1].y.tolist() == list(range(0, 21, 3))
-    assert made["names"] == list("0123456")
-    assert made["scale"] == 0.5
-    assert next(count) == 9, "no more is fetched than needed"
-    assert pool.batch(9)["x"][0].tolist() == list(range(9))
-    assert next(count) == 12
 
 
 def test_samples_of_different_shapes_are_refused():

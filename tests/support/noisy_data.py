@@ -12,8 +12,11 @@ BATCHES, BATCH = 7, 4
 class Noisy(Dataset):
     """Samples whose augmentation draws from each of the three global generators."""
 
+    def __init__(self, samples: int = BATCHES * BATCH) -> None:
+        self.samples = samples
+
     def __len__(self) -> int:
-        return BATCHES * BATCH
+        return self.samples
 
     def __getitem__(self, index):
         return torch.full((6,), index / 28) + torch.randn(6) + random.random() + float(np.random.rand()), index % 3
