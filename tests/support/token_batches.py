@@ -39,6 +39,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Positions of rows of documents, by what is in them.
+PLACES = {
+    "several documents a row": [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]],
+    "one in one of the rows": [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 3, 4, 5, 6]],
+    "one a row": [[*range(8)]] * 2,
+    "one row": [[0, 1, 2, 0, 1, 0, 1, 2]],
+    "later parts of documents": [[5, 6, 7, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9]],
+}
+
+
 def small_model(family: str, **more: Any) -> Any:
     """Returns a model of a family that CausalLM knows."""
     names = ("n_embd", "n_layer", "n_head")

@@ -1,6 +1,3 @@
-import os
-import tempfile
-
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -12,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.classifier_logs import SampleMean
 from dlo_tasks.imagenet.folder import ImageFolderData
@@ -157,9 +155,7 @@ def test_tensorboard_gets_images_once_and_the_confusion_matrix_at_the_end(tmp_pa
         ({"min_lr": 1.0}, "min_lr must be between 0 and lr=0.001, got 1.0"),
         ({"bce_threshold": 0.0}, "bce_threshold must have loss_name: bce"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
-        ({"loss_name": "bce", "bce_threshold": 1.5}, r"bce_threshold must be at least 0 and below 1, got 1.5"),
         ({"loss_name": "bce", "bce_threshold": 0.0, "label_smoothing": 0.1}, "it and become 1"),
-        ({"layer_decay": 1.5}, "layer_decay must be above 0 and at most 1"),
         ({"ema_decay": 1.0}, "the EMA decay must be at least 0"),
     ],
 )
@@ -182,8 +178,6 @@ def test_bad_arguments_are_refused_at_construction(options, words):
         ({"model": "crossvit_tiny_240"}, "image_size must be 240 for crossvit_tiny_240, .* got 224; use 240"),
         ({"model_args": {"drop_pth_rate": 0.1}}, r"got 'drop_pth_rate'; did you mean 'drop_path_rate'\?"),
         ({"optimizer": "sgd", "optimizer_args": {"betas": 1}}, None),
-        ({"optimizer": "sgd", "optimizer_args": {"beta": 1}}, "optimizer_args must be arguments of optimizer 'sgd'"),
-        ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "optimizer 'sgd', got .*: Invalid momentum"),
         ({"loss_name": "bce", "bce_threshold": 0.01, "label_smoothing": 0.1}, "0.914 for its own of 7 classes"),
         ({"model_args": {"in_chans": 1}}, r"in_chans must be 3, the channels of Images's images, got 1"),
         ({"position_embedding": "sincos2d", "image_size": 224}, "class_token: false"),
@@ -277,18 +271,12 @@ def test_soft_targets_train_and_channels_last_holds(tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-def _rank(rank: int, path: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
-    mean = SampleMean()
-    values = torch.arange(5.0)
-    mean.update(
-        values[:4] if rank == 0 else values[4:].repeat(4), torch.tensor([True, rank == 0, rank == 0, rank == 0])
-    )
-    assert mean.compute().item() == 2.0
-    torch.distributed.destroy_process_group()
+def _mean_of_ranks(rank: int, world_size: int) -> float:
+    mean, values = SampleMean(), torch.arange(5.0)
+    real = torch.tensor([True, rank == 0, rank == 0, rank == 0])
+    mean.update(values[:4] if rank == 0 else values[4:].repeat(4), real)
+    return mean.compute().item()
 
 
 def test_means_are_exact_over_ranks_with_unequal_numbers_of_samples():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(_rank, (f"{folder}/store",), nprocs=2, start_method="fork")
+    assert run_distributed(_mean_of_ranks, 2) == [2.0, 2.0]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from sklearn.datasets import load_digits
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.digits import DigitsData, ShiftedImages, load_digits_images, warp
+from dlo_tasks.imagenet.digits import DigitsData, ShiftedImages, load_digits_images
 
 
 def test_images_at_their_own_size_are_scikit_learns() -> None:
@@ -44,20 +42,6 @@ def test_batches_are_normalised_rgb_and_the_same_with_any_number_of_workers() ->
     assert abs(float(images.mean())) < 0.3
     assert 0.6 < float(images.std()) < 1.4
     assert targets.dtype == torch.int64
-
-
-def test_warping_turns_anticlockwise_and_enlarges_about_the_centre() -> None:
-    image = torch.zeros(1, 8, 8, dtype=torch.uint8)
-    image[0, 1, 2] = 200
-    still, quarter = torch.zeros(1), torch.full((1,), math.pi / 2)
-    assert torch.equal(warp(image, still, torch.ones(1)), image)
-    assert torch.equal(warp(image, quarter, torch.ones(1)), image.rot90(1, (1, 2)))
-    square = torch.zeros(1, 8, 8, dtype=torch.uint8)
-    square[0, 3:5, 3:5] = 200
-    doubled = warp(square, still, torch.full((1,), 2.0))
-    assert float(doubled.sum()) == pytest.approx(4 * float(square.sum()), rel=0.1)
-    assert torch.equal(doubled, doubled.flip(1))
-    assert torch.equal(doubled, doubled.flip(2))
 
 
 def test_distortions_are_functions_of_the_seed_alone_and_stay_within_their_bounds() -> None:

@@ -15,7 +15,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
 from dlo_framework.run.resume import ExactResume
 from dlo_tasks.language.batches import IGNORE_INDEX
-from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
+from support.texts import CHATML, documents_in, lines, sampler, sentences
 from support.trainers import quiet_trainer
 
 # --- what a batch holds --------------------------------------------------------------------------------------
@@ -82,18 +82,6 @@ def test_ranks_pad_to_the_longest_sample_of_them_all(make):
         assert len(widths) == 1
         differ += len({dataset.fetch(list(share))["input_ids"].shape[1] for share in (one, other)}) > 1
     assert differ
-
-
-def test_a_long_document_is_split_into_windows_that_go_on_where_the_last_ended(make):
-    data = make([" ".join(WORDS * 20)], batch_size=1)
-    data.setup("fit")
-    pieces = sorted((document for batch in data.train_dataloader() for document in documents_in(batch)), key=str)
-    ids = data.tokenizer(" ".join(WORDS * 20))["input_ids"]
-    assert len(pieces) == -(-len(ids) // 48)
-    assert sum(len(labels) for _, labels in pieces) == len(ids)
-    assert data.statistics["train"].too_long == 1
-    following = {tuple(piece) for piece, _ in pieces}
-    assert {tuple(ids[first : first + 48]) for first in range(0, len(ids), 48)} == following
 
 
 def test_only_answers_are_labels_of_chats_and_pairs(make, tmp_path):

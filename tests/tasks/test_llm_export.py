@@ -23,8 +23,6 @@ SIZES: dict[str, Any] = {**SMALL, "vocab_size": 300, "max_position_embeddings": 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
-    "gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0},
-    "gpt_neox": SIZES,
     "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 IDS = torch.arange(40).view(2, 20)

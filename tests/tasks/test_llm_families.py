@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.language import families, language_models
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
-from support.token_batches import SMALL, small_model
+from support.token_batches import PLACES, SMALL, small_model
 
 NAMES = ("num_hidden_layers", "num_attention_heads")
 LLAMA: dict[str, Any] = {"model_type": "llama", **SMALL, "num_key_value_heads": 2}
@@ -106,15 +106,6 @@ def task_of(family: str, **more: Any) -> CausalLM:
 def set_flash(task: CausalLM) -> None:
     """As a run with `attention: flash_attention_2` has it, which cannot be built where the kernels cannot run."""
     task.model.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
-
-
-PLACES = {
-    "several documents a row": [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]],
-    "one in one of the rows": [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 3, 4, 5, 6]],
-    "one a row": [[*range(8)]] * 2,
-    "one row": [[0, 1, 2, 0, 1, 0, 1, 2]],
-    "later parts of documents": [[5, 6, 7, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9]],
-}
 
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)

@@ -39,17 +39,11 @@ def written(model: Any, **sampling: Any) -> Tensor:
     "own",
     [
         {"repetition_penalty": 5.0},
-        {"no_repeat_ngram_size": 1},
         {"suppress_tokens": list(range(0, 64, 2))},
-        {"bad_words_ids": [[number] for number in range(1, 64, 2)]},
-        {"sequence_bias": [[[3], 100.0]]},
-        {"num_beams": 4, "length_penalty": -3.0},
         {"num_return_sequences": 2, "num_beams": 2},
         {"return_dict_in_generate": True},
         {"do_sample": True, "temperature": 5.0},
         {"max_length": 3},
-        {"forced_eos_token_id": 3},
-        {"prompt_lookup_num_tokens": 3, "repetition_penalty": 5.0},
     ],
     ids=lambda own: next(iter(own)),
 )

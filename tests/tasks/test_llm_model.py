@@ -104,7 +104,7 @@ def test_it_learns_measures_and_shows_what_it_writes(tmp_path: Path, capsys: pyt
     task = CausalLM(
         config=LLAMA, lr=1e-2, warmup_steps=3, prompts=["def add(", "def "], sampling=Sampling(max_new_tokens=12)
     )
-    trainer = trainer_in(tmp_path, max_epochs=40, check_val_every_n_epoch=20, logger=TensorBoardLogger(tmp_path))
+    trainer = trainer_in(tmp_path, max_epochs=16, check_val_every_n_epoch=8, logger=TensorBoardLogger(tmp_path))
     trainer.fit(task, datamodule=Text())
     found = trainer.callback_metrics
     assert found["val_loss"] < 0.5
@@ -379,8 +379,6 @@ def test_prompts_without_a_tokenizer_are_refused() -> None:
             {"config": {**LLAMA, "hiden_size": 3}},
             "config must have settings of llama, got 'hiden_size'; did you mean 'hidden_size'?",
         ),
-        ({"config": LLAMA, "optimizer": "adamww"}, "unknown optimizer 'adamww'; did you mean 'adamw'?"),
-        ({"config": LLAMA, "weight_decay": -0.1}, "weight_decay must be at least 0"),
         ({"config": LLAMA, "lora": Lora(), "freeze": ["lm_head"]}, "freeze must be unset with lora"),
         ({"config": "nowhere.json"}, "cannot read nowhere.json"),
     ],

@@ -17,18 +17,10 @@ from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.generation import Sampling, complete_ids
 from support.fsdp_nets import trainer
 from support.largest_tensor import Largest
-from support.token_batches import FAMILIES, GROUPED, VOCABULARY, Tokens, small_model
+from support.token_batches import FAMILIES, GROUPED, PLACES, VOCABULARY, Tokens, small_model
 from support.waits import Waits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-PLACES = {
-    "several documents a row": [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]],
-    "one in one of the rows": [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 3, 4, 5, 6]],
-    "one a row": [[*range(8)]] * 2,
-    "one row": [[0, 1, 2, 0, 1, 0, 1, 2]],
-    "later parts of documents": [[5, 6, 7, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9]],
-}
-NAMES = ("num_hidden_layers", "num_attention_heads")
 SIZES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": 3},

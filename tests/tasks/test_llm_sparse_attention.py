@@ -214,19 +214,6 @@ def test_dropout_of_weights_is_drawn_by_the_block_kernel():
     assert torch.equal(task(**inputs), task(**inputs))
 
 
-def test_the_run_logs_what_computes_attention_and_why(caplog):
-    task = make_task(option=Attention(mask=BSLongformer(8)))
-    kernel = sparse_attention.install(task.model, task.attention, torch.device("cpu"))
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):  # Another test may have silenced it.
-        sparse_attention.log_kernel(task.model, task.attention, kernel, LENGTH)
-        sparse_attention.log_kernel(make_task().model, None, None, LENGTH)
-    first, second = [record.message for record in caplog.records if record.message.startswith("attention: ")]
-    assert first.startswith("attention: blocks, because FlexAttention does not train on cpu")
-    assert "mask BSLongformer(block=8" in first
-    assert "% of the blocks of 60 positions" in first
-    assert second.startswith("attention: sdpa, because torch's scaled_dot_product_attention")
-
-
 REFUSED = {
     "gemma2": ({"model_type": "gemma2", **SMALL, "head_dim": 8}, "sliding_attention"),
     "window": ({"model_type": "mistral", **SMALL, "sliding_window": 16}, "config.sliding_window=16"),

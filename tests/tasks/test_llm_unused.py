@@ -79,7 +79,7 @@ def bart(**options: Any) -> CausalLM:
         (DataParallelStrategy, DDP),
         (lambda: ZeroStrategy(3), OPTION),
         (FSDPStrategy, OPTION),
-        (lambda: MeshStrategy(tp=2), APPLIER),
+        pytest.param(lambda: MeshStrategy(tp=2), APPLIER, marks=pytest.mark.slow),
     ],
 )
 def test_they_are_found_before_ranks_start(strategy: Any, fix: str) -> None:

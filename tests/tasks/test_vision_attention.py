@@ -131,10 +131,8 @@ def test_a_bias_of_positions_is_computed_by_sdpa():
         masked_vision_model(build("beit_base_patch16_224"), Attention("blocks"), torch.device("cpu"))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eva02_tiny_patch14_224", "beit_base_patch16_224")]
-
-
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
 def test_compiled_blocks_have_the_same_values(name):
     torch.compiler.reset()
     model = build(name).float()
