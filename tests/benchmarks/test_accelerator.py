@@ -1,6 +1,5 @@
 """benchmarks/accelerator.py, all of it, at a tiny size on a CPU: that it runs, and counts and compares what it says."""
 
-import copy
 import importlib
 import json
 import subprocess
@@ -38,38 +37,6 @@ def test_without_an_accelerator_it_says_so(load, monkeypatch, capsys):
     assert record["not_measured"] == [{"what": "all of it", "why": "this machine has no accelerator"}]
 
 
-def test_random_weights_are_drawn_on_the_device_and_stay_on_the_cpu(load):
-    subjects, drawn = load("on_accelerator.subjects"), []
-
-    class Net(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2)
-            drawn.append(torch.get_default_device().type)
-
-        def cpu(self):
-            return self.to_empty(device="cpu")
-
-    class Tasks(torch.nn.Module):
-        has_model = False
-
-        def configure_model(self):
-            self.model = Net()
-
-        cpu = Net.cpu
-
-    meta = torch.device("meta")
-    net, task = subjects.build_network(meta, Net), subjects.draw_weights_on(meta, Tasks())
-    assert drawn == ["meta"]  # A fit builds the task's.
-    twin = copy.deepcopy(task)
-    with torch.device("cpu"):  # As strategies do.
-        task.configure_model()
-    assert drawn == ["meta", "meta"]
-    assert {p.device.type for p in (*net.parameters(), *task.parameters())} == {"cpu"}
-    with meta:  # As Task.on_meta does.
-        twin.configure_model()
-    assert {p.device.type for p in twin.parameters()} == {"meta"}
-
-
 def test_checkpoints_are_saved_and_read_back_by_all(load, tmp_path):
     """What each loads is compared with what was saved, in the code that is timed."""
     tables = load("on_accelerator.checkpoints").checkpoint_tables(torch.device("cpu"), 600_000, 1, tmp_path)
@@ -90,17 +57,6 @@ def test_a_load_that_reads_something_else_is_found(load):
         wrong()
 
 
-def test_the_first_of_eight_ranks_is_measured_without_the_others(load):
-    table = load("on_accelerator.simulated").simulated_table("tiny", torch.device("cpu"), 1).as_dict()
-    rows = table["rows"]
-    strategies = ["dlo fsdp", "dlo zero1", "dlo zero2", "dlo zero3"]
-    assert list(rows) == ["loop, no strategy", "loop, no strategy again", "FSDP2", *strategies]
-    calls = {name: row["Python calls a step"] for name, row in rows.items()}
-    assert all(calls[name] > calls["loop, no strategy"] for name in strategies)
-    assert all(calls[name] < calls["FSDP2"] for name in strategies)
-    assert not torch.distributed.is_initialized()
-
-
 @pytest.mark.slow
 def test_one_device_trains_by_hand_and_by_dlo_compiled_and_not():
     words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager", "--parts", "vit", "llm"]
@@ -114,19 +70,6 @@ def test_one_device_trains_by_hand_and_by_dlo_compiled_and_not():
     gigaflops = float(vit["notes"][0].split()[0])
     blocks = 2 * (12 * 32**2) * 17 + 3 * 64 * 32 * 16 + 32 * 1000
     assert gigaflops == pytest.approx(6 * blocks * 4 / 1e9, rel=0.1)
-
-
-def test_packed_batches_are_full_of_documents(load):
-    language = load("on_accelerator.language")
-    torch.manual_seed(0)
-    batch = language.packed_batch(3, 512, 100)
-    begins = (batch["position_ids"] == 0).sum(dim=1)
-    assert (begins > 1).all()
-    # The last token of a document has no target, and what follows the row's last one is not known.
-    assert int((batch["labels"] != -100).sum()) == int(batch["tokens_in_step"]) == 3 * 512 - int(begins.sum())
-    data = language.Packed(None)
-    data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-    assert language.batches.count_documents(batch["position_ids"]).number == int(begins.sum())
 
 
 def test_timms_step_and_dlos_train_the_same_model(load):
@@ -165,7 +108,7 @@ def test_kernels_of_the_ring_are_timed_and_agree(load):
 
 @pytest.mark.slow
 def test_all_other_parts_run_on_a_cpu():
-    parts = ["qwen_lora", "llama_full", "loss", "vit_s", "resnet18", "strategies", "batch_mix"]
+    parts = ["qwen_lora", "llama_full", "loss", "vit_s", "resnet18", "strategies", "rank_of_8", "batch_mix"]
     words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager", "--parts", *parts]
     rows = [row for table in accelerator(*words)["tables"] for row in table["rows"].items()]
     assert {"dlo fit, compiled", "timm, compiled", "plain again", "dlo zero3", "FSDP2", "timm CutMix batch"} <= {

@@ -69,18 +69,6 @@ def _tree(name: str) -> ast.Module:
     return ast.parse((BENCHMARKS / f"{name}.py").read_text(encoding="utf-8"))
 
 
-def test_an_unknown_name_is_refused_with_those_there_are(load):
-    catalogue = load("measuring.catalogue")
-    assert [entry.name for entry in catalogue.chosen(["race", "overhead"])] == ["overhead", "race"]
-    whole, quick = catalogue.chosen(None), catalogue.chosen(None, quick=True)
-    assert whole == list(catalogue.ENTRIES)
-    assert quick == [entry for entry in whole if entry in quick]
-    assert len(quick) < len(whole)
-    assert {(entry.name, entry.quick) for entry in whole} == {(entry.name, entry.quick) for entry in quick}
-    with pytest.raises(ValueError, match="--only must name benchmarks, got rase; there are overhead, "):
-        catalogue.chosen(["race", "rase"])
-
-
 # --- the README --------------------------------------------------------------------------------------------
 
 
@@ -155,17 +143,6 @@ def test_one_that_fails_is_told_and_stops_no_other(run, tmp_path, capsys):
     (log,) = (tmp_path / "logs").rglob("bad.log")
     assert log.read_text().splitlines() == ["so far", "it cannot"]
     assert "failed: bad" in capsys.readouterr().err
-
-
-def test_resume_runs_what_is_not_there_yet(run, tmp_path):
-    run.measure(options(tmp_path))
-    (tmp_path / "benchmarks" / "bad.py").write_text((tmp_path / "benchmarks" / "good.py").read_text())
-    assert run.measure(options(tmp_path, resume=True)) == 0
-    assert (tmp_path / "count").read_text() == "xx"  # good, then bad
-    assert run.measure(options(tmp_path, only=["good"])) == 0
-    assert (tmp_path / "count").read_text() == "xxx"  # anew, for it was asked for
-    (path,) = (tmp_path / "results").glob("*.json")
-    assert list(json.loads(path.read_text())["runs"]) == ["bad", "good"]
 
 
 def test_one_that_takes_too_long_is_ended_with_all_it_has_started(run, tmp_path):

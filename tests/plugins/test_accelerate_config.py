@@ -147,9 +147,7 @@ def test_a_file_that_is_no_config_of_accelerate(tmp_path):
 def test_what_the_command_prints_is_a_config_that_fit_takes(tmp_path, monkeypatch):
     """Written by Accelerate's own class, so that a key that it adds or renames is seen here."""
     monkeypatch.chdir(tmp_path)
-    for number, content in enumerate(
-        (fsdp(offload_params=True), DEEPSPEED, {**LOCAL, "distributed_type": "MULTI_CPU"})
-    ):
+    for number, content in enumerate((fsdp(offload_params=True), DEEPSPEED)):
         ClusterConfig(**{**content, "use_cpu": True, "debug": False}).to_yaml_file(f"{number}.yaml")
         printed = io.StringIO()
         with redirect_stdout(printed):

@@ -69,21 +69,6 @@ def test_the_error_is_what_was_not_sent_and_never_more_than_there_was(numbers, p
 # --- where tensors stand -----------------------------------------------------------------------------------
 
 
-@given(layouts)
-def test_each_block_is_of_one_tensor_and_padding_is_what_is_left(layout):
-    owner = torch.full((layout.numel,), -1)
-    for number, (start, size) in enumerate(zip(layout.offsets, layout.sizes, strict=True)):
-        assert start % layout.block == 0
-        assert (owner[start : start + size] == -1).all()
-        owner[start : start + size] = number
-    assert layout.padding().tolist() == (owner == -1).nonzero().view(-1).tolist()
-    assert layout.chunk * layout.ranks == layout.numel
-    assert layout.chunk % layout.block == 0
-    blocks = owner.view(-1, layout.block)
-    assert all(len(set(block.tolist()) - {-1}) <= 1 for block in blocks)
-    assert layout.counts().tolist() == (blocks >= 0).sum(1).clamp(min=1).tolist()
-
-
 # --- the mean, by its definition ---------------------------------------------------------------------------
 
 

@@ -6,8 +6,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.data import Position, ResumableDataModule, Window
-from dlo_framework.data.sampler import plan_epoch
+from dlo_framework.data import Position, ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.progress import parse_position
 from dlo_plugins.batches.dynamic_batch_size import (
@@ -15,7 +14,6 @@ from dlo_plugins.batches.dynamic_batch_size import (
     LRDecay,
     NoiseEstimate,
     NoiseScale,
-    grown_size,
     noise_and_signal,
     window,
 )
@@ -336,15 +334,6 @@ def test_what_is_no_point_is_refused(text):
         parse_position(text, "x")
 
 
-def test_the_noise_of_sgd_falls_as_under_the_exponential_schedule_that_is_replaced():
-    """lr / batch is what anneals, and is the same to the rounding of the batch to whole samples."""
-    decay = LRDecay(factor=0.94, every=0.5, max_batch_size=64)
-    for epoch in range(30):
-        at = Position(epoch, 250, 500)
-        size, left = grown_size(decay, 16, at, 30)
-        assert left / size == pytest.approx(0.94 ** (2 * epoch + 1) / 16, rel=0.04)
-
-
 @given(st.integers(1, 5000), st.none() | st.integers(1, 600), st.integers(1, 8), st.integers(1, 2))
 def test_a_window_obeys_the_limit_and_the_ranks_and_wastes_little(size, limit, world, least):
     found = window(size, limit, world, least)
@@ -356,16 +345,6 @@ def test_a_window_obeys_the_limit_and_the_ranks_and_wastes_little(size, limit, w
     # Short of a micro-batch of one sample a rank, no step is larger than asked for, nor much smaller.
     if found.batch_size > world:
         assert size - found.batches * world < total <= size
-
-
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 5))
-def test_an_epochs_plan_visits_each_sample_once_but_for_less_than_a_batch(size, batch, batches):
-    spans = plan_epoch(lambda at: Window(batch, batches), 0, size)
-    assert [span.start for span in spans] == [number * batch for number in range(size // batch)]
-    assert all(span.stop == span.start + batch for span in spans)
-    for number, span in enumerate(spans):
-        assert span.first <= number < span.first + span.batches
-        assert span.batches == min(batches, len(spans) - span.first)
 
 
 def test_the_noise_scale_of_random_gradients_is_that_of_their_distribution():

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework import Task
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import fake_copy, fake_tensors, grouped_mm
+from dlo_framework.fake_kernels import fake_copy, fake_tensors
 from dlo_framework.plan import Applier, ParallelPlan, Phase, Rule
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
@@ -261,16 +261,6 @@ def test_a_copy_with_fake_tensors_shares_what_objects_hold():
         assert copied(torch.ones(1, 2)).shape == (1, 3)
     assert copied.held[0] is not module.held[0]
     assert copied.held[0].tensor is module.held[0].tensor
-
-
-def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
-    ends = torch.tensor([2, 6, 8], dtype=torch.int32)
-    rows, experts = torch.randn(8, 16), torch.randn(3, 16, 4)
-    for a, b, offs in ((rows, experts, ends), (rows.t(), torch.randn(8, 4), ends), (experts.mT, experts, None)):
-        expected = torch.nn.functional.grouped_mm(a, b, offs=offs)
-        assert grouped_mm(a, b, offs).shape == expected.shape
-    with pytest.raises(RuntimeError, match="grouped_mm needs operands"):
-        grouped_mm(rows, torch.randn(3, 15, 4), ends)
 
 
 @pytest.mark.parametrize(

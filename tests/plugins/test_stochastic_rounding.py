@@ -35,18 +35,6 @@ def test_bits_are_uniform_and_independent_between_elements_and_keys() -> None:
         assert abs(float((low[one] * low[other]).mean())) < bound / 12
 
 
-def test_the_hash_is_that_of_its_definition() -> None:
-    def mix(x: int) -> int:
-        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-            x = (x ^ (x >> shift)) * factor % 2**32
-        return x ^ (x >> 15)
-
-    key = (0x9ABCDEF0, 0xFEDCBA98)
-    index = torch.tensor([0, 1, 2**31 - 1, -1, -12345], dtype=torch.int32)
-    expected = [mix((mix((int(i) % 2**32) ^ key[0]) + key[1]) % 2**32) for i in index]
-    assert [int(found) % 2**32 for found in hash_bits(index, key)] == expected
-
-
 def test_an_element_has_the_index_of_its_place_in_the_full_tensor() -> None:
     full = torch.arange(6 * 8, dtype=torch.int32).view(6, 8)
     flat = torch.empty(11, dtype=torch.int32)

@@ -9,7 +9,6 @@ from torch.utils.data import TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
-from dlo_plugins.compile.callback import Compile
 from dlo_plugins.profile.time_to_target import (
     LOG,
     RESULT,
@@ -121,13 +120,6 @@ def test_a_target_reached_in_mid_epoch_ends_the_run_there(tmp_path):
     assert trainer.global_step == 7
     assert result(tmp_path / "run")["epochs"] == pytest.approx(1.4)
     assert result(tmp_path / "run")["samples"] == 28
-
-
-def test_compiling_is_told_apart(tmp_path, capsys):
-    run(tmp_path / "run", TimeToTarget("val_score", 0.1), Compile(backend="aot_eager"))
-    found = result(tmp_path / "run")
-    assert 0 < found["compile_seconds"] < found["seconds"]
-    assert " s of it compiling), 40 samples, 2.00 epochs" in capsys.readouterr().out
 
 
 # --- a run that does not -----------------------------------------------------------------------------------

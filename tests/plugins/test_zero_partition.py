@@ -1,6 +1,5 @@
 """The arithmetic of who owns what, and who may read it."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.parallel.flat_slices import FlatPartition, assign_balanced
+from dlo_plugins.parallel.flat_slices import FlatPartition
 from dlo_plugins.parallel.zero.strategy import _may_read_weights
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
@@ -29,31 +28,6 @@ def test_every_element_has_one_owner(numels: list[int], ranks: int, align: int) 
         for element in range(piece.start, piece.start + piece.length)
     ]
     assert owned == [(number, element) for number, count in enumerate(numels) for element in range(count)]
-
-
-@given(SIZES, RANKS, ALIGN)
-def test_parameters_and_segments_begin_at_multiples_and_the_rest_is_gaps(
-    numels: list[int], ranks: int, align: int
-) -> None:
-    partition = FlatPartition(tuple(numels), ranks, align)
-    assert all(start % align == 0 for start in (*partition.starts, partition.segment))
-    ends = [0, *itertools.accumulate(partition.lengths)]
-    assert (ends[:-1:2], ends[-1]) == ([*partition.starts[:-1]], partition.padded)
-    assert partition.lengths[::2] == numels
-    assert partition.padded - sum(numels) < align * (len(numels) + ranks)
-
-
-def loads(numels: list[int], owners: list[int], ranks: int) -> list[int]:
-    return [sum(n for n, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(ranks)]
-
-
-@given(SIZES, RANKS)
-def test_whole_tensors_are_dealt_out_evenly(numels: list[int], ranks: int) -> None:
-    owners = assign_balanced(numels, ranks)
-    assert len(owners) == len(numels)
-    found = loads(numels, owners, ranks)
-    assert sum(found) == sum(numels)
-    assert max(found) - min(found) <= max(numels)
 
 
 def test_the_paper_s_own_figures() -> None:

@@ -235,12 +235,7 @@ def test_what_is_certain_takes_no_further_runs():
 @pytest.mark.parametrize(
     ("ranks", "hint"),
     [
-        (run([2.0], batch_norms=3), "BatchNorm statistics are per rank (3 layers)"),
-        (run([0.5], place=(0, 2)), "2 times that of 2 ranks: a sum over the batch"),
-        (run([2.0], drew=0), "draws random numbers (first at step 0)"),
-        (Record([Step(2.0, (1.0,), 9, 7)], initial={"w": 1}), "the batches of step 0 are not the same (8 samples"),
         (Record([Step(2.0, (1.0,), 8, 100)], initial={"w": 2}), "the weights differ before the first step, 1 tensors"),
-        (run([math.nan]), "the first step differs already"),
         (run([1.0], weights={"w": torch.zeros(2)}), "the cause comes after them"),
         (run([1.0, 1.1]), "one process made 1 steps and the ranks 2"),
     ],

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchvision.ops import StochasticDepth
 
 from dlo_framework.testing.record import switch_off_dropout
-from dlo_framework.testing.training import GlobalBatches, SeededDataset, permute, prepare_loaders
+from dlo_framework.testing.training import GlobalBatches, SeededDataset, prepare_loaders
 
 
 class Layer(nn.Module):
@@ -65,22 +65,6 @@ def test_rates_in_attributes_are_found_and_nothing_else():
     assert (layer.p, layer.config.droplet, layer.config.hidden_size) == (0.4, 0.7, 8)
 
 
-def test_transformers_models_are_without_dropout_too():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BartConfig(
-        vocab_size=20, d_model=8, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=8, decoder_ffn_dim=8,
-        encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.3, attention_dropout=0.3,
-        activation_dropout=0.3, encoder_layerdrop=0.5, decoder_layerdrop=0.5, max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.BartModel(config).train()
-    ids = torch.arange(12).view(2, 6)
-    # The last_hidden_state alone: the caches are objects of their own.
-    apart = [model(input_ids=ids).last_hidden_state for _ in range(2)]
-    assert not torch.equal(*apart)
-    assert switch_off_dropout(model)
-    assert torch.equal(*[model(input_ids=ids).last_hidden_state for _ in range(2)])
-
-
 class Noise:
     """A dataset that draws from all three generators."""
 
@@ -130,14 +114,3 @@ def test_loaders_of_unknown_kinds_are_used_as_they_are_and_named():
     assert [batch[0].tolist() for batch in found["a"]] == [[0, 2, 1, 3], [4, 5]]
     assert len(notes) == 2
     assert "DataLoader over Stream is used unchanged" in notes[1]
-
-
-def test_a_batch_in_another_order():
-    from collections import namedtuple
-
-    Pair = namedtuple("Pair", ["x", "rest"])
-    x = torch.arange(3)
-    turned = permute(Pair(x, ["a", "b", "c"]), [2, 0, 1])
-    assert turned.x.tolist() == [2, 0, 1]
-    assert turned.rest == ["c", "a", "b"]
-    assert torch.equal(permute(torch.arange(5), [2, 1, 0]), torch.arange(5))

@@ -50,6 +50,7 @@ def _print_twice(rank: int, world_size: int) -> None:
     os.write(2, b"rank wrote\n")
 
 
+@pytest.mark.slow
 def test_spawned_ranks_have_the_callers_streams(monkeypatch, capfd):
     """As with an accelerator, whose driver does not survive a fork."""
     monkeypatch.setattr(spawn, "process_context", lambda: multiprocessing.get_context("spawn"))
