@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -308,22 +309,19 @@ def with_schedule(scenario: Scenario, optimizer: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": config}
 
 
-class Classifier(ImageClassifier):
-    """With a schedule of torch's."""
+class Scheduled:
+    """Task with a schedule of torch's."""
 
     scenario: Scenario
 
     def configure_optimizers(self) -> Any:
-        return with_schedule(self.scenario, super().configure_optimizers())
+        return with_schedule(self.scenario, super().configure_optimizers())  # type: ignore[misc]
 
 
-class Language(CausalLM):
-    """With a schedule of torch's."""
+class Classifier(Scheduled, ImageClassifier): ...
 
-    scenario: Scenario
 
-    def configure_optimizers(self) -> Any:
-        return with_schedule(self.scenario, super().configure_optimizers())
+class Language(Scheduled, CausalLM): ...
 
 
 class TrainLoss(Callback):
@@ -413,6 +411,10 @@ class Failed(Exception):
     """The user's code has an error here."""
 
 
+#: Hooks at which a run is interrupted, or ends after a save.
+HOOKS = {*KILLS, *ERRORS, *STOPS, "on_train_batch_end", "on_train_epoch_end", "on_train_end"}
+
+
 class Interrupt(Checkpoint):
     """Interrupts the run at an event; a :class:`Checkpoint`, so that it comes after all other callbacks.
 
@@ -421,14 +423,18 @@ class Interrupt(Checkpoint):
 
     def __init__(self, event: Event | None, aside: Path) -> None:
         self.event, self.aside, self.calls, self.is_saved = event, aside, 0, False
+        for hook in HOOKS:
+            setattr(self, hook, partial(self._at, hook))
 
     state_key = "Interrupt"
 
-    def _at(self, hook: str, trainer: Trainer) -> None:
+    def _at(self, hook: str, trainer: Trainer, *_: Any) -> None:
+        # A checkpoint inside an accumulation window of several ranks agrees to rounding only.
+        in_window = hook == "on_train_batch_end" and trainer.world_size > 1 and mid_accumulation(trainer)
         if self.is_saved:
             raise Killed
         event = self.event
-        if event is None or hook != event.hook or trainer.sanity_checking:
+        if event is None or hook != event.hook or trainer.sanity_checking or in_window:
             return
         self.calls += 1
         if self.calls != event.count:
@@ -445,32 +451,6 @@ class Interrupt(Checkpoint):
         if self.event is not None and self.event.hook == "training_step":
             # In the middle of a forward pass, while a sharded layer's weights may be gathered.
             pl_module.net[-1].register_forward_pre_hook(lambda *_: self._at("training_step", trainer))
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_train_batch_start", trainer)
-
-    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_before_backward", trainer)
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        # A checkpoint inside an accumulation window of several ranks agrees to rounding only.
-        if trainer.world_size == 1 or self.is_saved or not mid_accumulation(trainer):
-            self._at("on_train_batch_end", trainer)
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_validation_batch_start", trainer)
-
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_validation_end", trainer)
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_train_epoch_start", trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_train_epoch_end", trainer)
-
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_train_end", trainer)
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
