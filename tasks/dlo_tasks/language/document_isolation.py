@@ -169,7 +169,7 @@ def find_isolation(
 ) -> Isolation | None:
     """Returns the changes that keep documents apart in a model; None if there are none.
 
-    Attention takes a cut mask if that suffices, and rows otherwise; other modules take rows.
+    Each class of attention takes a cut mask if that suffices, and rows otherwise; other modules take rows.
 
     Args:
         twin: Small copy of the model.
@@ -180,12 +180,14 @@ def find_isolation(
     """
     kinds = {type(module) for module in mixers(find_blocks(twin))}
     masked = {kind for kind in kinds if _MASK in inspect.signature(kind.forward).parameters}
-    attention = {kind for kind in masked if "Attention" in kind.__name__}
+    attention = sorted((kind for kind in masked if "Attention" in kind.__name__), key=lambda kind: kind.__name__)
+    choices: list[tuple[Way, ...]] = list(itertools.product(("mask", "rows"), repeat=len(attention)))
     for gathers in (False, True):
         if gathers and not position_embeddings(twin):
             return None
-        for way in ("mask", "rows"):
-            ways: dict[type[nn.Module], Way] = {kind: way if kind in attention else "rows" for kind in kinds}
+        for chosen in sorted(choices, key=lambda ways: ways.count("rows")):
+            ways: dict[type[nn.Module], Way] = dict.fromkeys(kinds, "rows")
+            ways |= dict(zip(attention, chosen, strict=True))
             isolation = Isolation(ways, gathers)
             trial = copy.deepcopy(twin)
             isolation.install(trial, find_blocks(trial))

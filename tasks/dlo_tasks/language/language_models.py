@@ -379,12 +379,17 @@ def find_base_model(model: PreTrainedModel) -> nn.Module:
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Returns the name and the `ModuleList` of a model's blocks: the list with most parameters.
+    """Returns the name and the `ModuleList` of a model's blocks: the list with most parameters, the decoder's if any.
 
     Raises:
         DloError: If the model has no `ModuleList`.
     """
+    from transformers import PreTrainedModel
+
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if isinstance(model, PreTrainedModel):  # Beside a decoder some have a tower for images.
+        own = set(model.get_decoder().modules())
+        lists = [(name, module) for name, module in lists if module in own] or lists
     if not lists:
         raise DloError(
             f"model must have its blocks in a ModuleList, got {type(model).__name__} without one; choose another family"

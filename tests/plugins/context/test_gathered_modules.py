@@ -41,7 +41,7 @@ CASES = [
 ]
 #: Types that cannot train on text alone here, or whose blocks stand outside of the plan.
 REFUSED = (
-    *("cpmant", "git", "got_ocr2", "inkling2_loop_text", "inkling2_text", "phi4_multimodal"),
+    *("cpmant", "git", "inkling2_loop_text", "inkling2_text", "phi4_multimodal"),
     *("prophetnet", "reformer", "xlm"),
 )
 #: Types that keep no packed documents apart, also in one process.
