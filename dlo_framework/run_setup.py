@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
@@ -229,7 +231,10 @@ def _warn_without_steps(trainer: Any) -> None:
 
 
 def check_ranks(strategy: Strategy, options: Any) -> None:
-    """Raises a DloError for several ranks under a single-device strategy, which Lightning (2.6) accepts silently."""
+    """Raises a DloError for several ranks under a single-device strategy, which Lightning (2.6) accepts silently.
+
+    Each process of torchrun would be a run of its own, in the same folder.
+    """
     devices = options.get("devices")
     if isinstance(devices, str) and "," in devices:
         devices = [device for device in devices.split(",") if device.strip()]
@@ -239,6 +244,12 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
         raise DloError(
             f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
             f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
+        )
+    launched = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else 1
+    if isinstance(strategy, SingleDeviceStrategy) and launched > 1:
+        raise DloError(
+            f"trainer.devices x trainer.num_nodes must be the {launched} processes that torchrun has started, got"
+            f" {number} x {nodes}; set --trainer.devices {os.environ['LOCAL_WORLD_SIZE']}"
         )
 
 

@@ -22,7 +22,9 @@ from torchmetrics.aggregation import SumMetric
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.precision import ShardedScaler, with_sharded_clipping
 from dlo_framework.distributed.strategy import BackwardBuckets, ShardedStrategy
+from dlo_framework.errors import DloError
 from dlo_framework.norms import total_norm
+from dlo_framework.run_setup import check_ranks
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.ddp_hooks import average_tensors
 from dlo_plugins.parallel.context.shared_attention import Ring
@@ -183,3 +185,12 @@ def test_a_loss_scale_of_ones_own_keeps_its_settings(one_rank) -> None:
         scales.append(scaler.get_scale())
     assert scales == [8.0, 24.0, 6.0, 6.0]
     assert parameter.tolist() == [-2.0, -2.0]
+
+
+def test_processes_of_torchrun_are_not_runs_of_their_own(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DloError, match=r"must be the 4 processes that torchrun .* got 1 x 2; set --trainer.devices 2"):
+        check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto", "num_nodes": 2})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto"})
