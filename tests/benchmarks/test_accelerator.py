@@ -1,13 +1,17 @@
 """benchmarks/accelerator.py, all of it, at a tiny size on a CPU: that it runs, and counts and compares what it says."""
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_plugins.parallel.context.block_attention import CPU_FLASH
 
@@ -88,6 +92,57 @@ def test_timms_step_and_dlos_train_the_same_model(load):
         decayed = [len(group["params"]) for group in images.timms_optimizer(net).param_groups if group["weight_decay"]]
         assert decayed == [len([1 for p in net.parameters() if p.ndim > 1])] or not model.channels_last
     assert subjects.CLASSES == 1000
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel: those that make or write a tensor, views and empty memory aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if not views and "empty" not in func.name() and func._schema.returns:
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountsStep(Callback):
+    """Counts the launches of one step."""
+
+    def __init__(self, step):
+        self.step, self.launches = step, Launches()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == self.step:
+            self.launches.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == self.step:
+            self.launches.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_a_step_of_dlo_casts_no_more_than_a_loop_and_launches_few_kernels_more(name, load):
+    """More are the loss in chunks, sums for what is logged, and a look for NaN: their number does not grow with a model."""
+    subjects, training = load("on_accelerator.subjects"), load("on_accelerator.training")
+    subject, cpu = getattr(subjects, name)(subjects.SIZES["tiny"], True), torch.device("cpu")
+    work = training.Work(cpu, load("measuring.rounds").ELAPSED, [subject.batch()], 5, 3)
+    ours = CountsStep(6)
+    training.by_dlo(subject, subjects.draw_weights_on(cpu, subject.task()), work, [ours])
+    loop, net = Launches(), subjects.build_network(cpu, subject.net)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    for mode in (contextlib.nullcontext(), loop):
+        optimizer.zero_grad()
+        with mode:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = subject.loss(net, work.batches[0])
+            loss.backward()
+            optimizer.step()
+    found, expected = ours.launches.counts, loop.counts
+    assert found["aten::_to_copy"] <= expected["aten::_to_copy"]
+    assert found.total() <= expected.total() + 60, found - expected
 
 
 def test_kernels_of_the_ring_are_timed_and_agree(load):
