@@ -125,7 +125,7 @@ class CountsStep(Callback):
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_a_step_of_dlo_casts_no_more_than_a_loop_and_launches_few_kernels_more(name, load):
-    """More are the loss in chunks, sums for what is logged, and a look for NaN: their number does not grow with a model."""
+    """More: the loss in chunks, sums for what is logged, and a look for NaN, which do not grow with a model."""
     subjects, training = load("on_accelerator.subjects"), load("on_accelerator.training")
     subject, cpu = getattr(subjects, name)(subjects.SIZES["tiny"], True), torch.device("cpu")
     work = training.Work(cpu, load("measuring.rounds").ELAPSED, [subject.batch()], 5, 3)
