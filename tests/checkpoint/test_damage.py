@@ -53,8 +53,6 @@ def flip(path, at: int) -> None:
 
 DAMAGES = {
     "flipped in the tensors": ("shard-00000.safetensors", lambda path: flip(path, -100)),
-    "flipped in the header": ("shard-00000.safetensors", lambda path: flip(path, 20)),
-    "flipped in the state": ("state.pt", lambda path: flip(path, 300)),
     "flipped in the manifest": ("manifest.json", lambda path: flip(path, path.read_text().index('"step": 15') + 9)),
     "shard truncated": ("shard-00000.safetensors", lambda path: os.truncate(path, 2000)),
     "shard lengthened": ("shard-00000.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x")),
@@ -260,12 +258,9 @@ def test_a_manifest_of_format_1_is_read(folder):
     [
         (lambda c, w: c["files"].update({"../evil": {"bytes": 1, "sha256": ""}}), "not a plain file name"),
         (lambda c, w: c["files"]["shard-00000.safetensors"].update(data=-1), "data begin before it"),
-        (lambda c, w: c["files"]["shard-00000.safetensors"].pop("data"), "damaged checkpoint"),
         (lambda c, w: w[0].__setitem__(0, 3), r"is in 'shard-00003\.safetensors', which the manifest does not list"),
         (lambda c, w: w[0].__setitem__(0, "/etc/passwd"), "damaged checkpoint"),
         (lambda c, w: w[0].__setitem__(1, 10**9), "is outside its file"),
-        (lambda c, w: w[0].__setitem__(1, -1), "is outside its file"),
-        (lambda c, w: w[0].__setitem__(3, [0]), "is empty"),
         (lambda c, w: w[0].__setitem__(3, [10, 100]), "has another number of dims"),
         (lambda c, w: w[0].extend([10**15, 0, 1]), "which the manifest does not list"),
         (lambda c, w: w[0].extend([0, 0, 1]), "is empty"),
@@ -274,14 +269,11 @@ def test_a_manifest_of_format_1_is_read(folder):
             "along a dim that it does not have",
         ),
         (lambda c, w: w[0].extend([2, 0, 0]), "are in one file"),
-        (lambda c, w: w[0].extend([2, 0]), "damaged checkpoint"),
         (lambda c, w: w.clear(), "do not tile it"),
         (lambda c, w: w.append([0, 0, [0], [1]]), "do not tile it"),
         (lambda c, w: c["tensors"]["model"]["w"].update(shape=[2000]), "do not tile it"),
         (lambda c, w: c["tensors"]["model"]["w"].update(dtype="load"), "unknown element type"),
         (lambda c, w: c.update(format=99), "format must be at most 2, got 99; update dlo"),
-        (lambda c, w: c.update(format="2"), "damaged checkpoint"),
-        (lambda c, w: c.pop("step"), "damaged checkpoint"),
     ],
 )
 def test_a_manifest_that_was_made_up_is_refused(folder, change, message):
@@ -296,7 +288,6 @@ def file_of(content: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w[0].update(file="state.pt"), "is not a shard"),
         (lambda w: w[0].update(file="shard-00003.safetensors"), "which the manifest does not list"),
         (lambda w: w[0].update(begin=10**9, end=10**9 + 4000), "is outside its file"),
         (lambda w: w[0].update(end=w[0]["end"] - 4), "has the wrong size"),

@@ -134,16 +134,6 @@ def test_three_ranks_and_one_load_on_two_in_every_layout(saved):
     assert run_distributed(load_all, 2, saved, 2) == [each, each]
 
 
-def test_three_ranks_load_in_one_process(saved):
-    for layout in LAYOUTS:
-        run = load(saved / f"{layout}-3")
-        for name, tensor in values(0).items():
-            assert torch.equal(run["state_dict"][name], tensor)
-            flat = FlatShard(torch.zeros(tensor.numel(), dtype=tensor.dtype), tensor.shape, 0)
-            run["state_dict"].read_into(name, flat)
-            assert torch.equal(flat.data.view(tensor.shape), tensor)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("writers", "readers"), [(4, 2), (2, 8), (8, 1), (1, 4)])
 def test_any_number_of_ranks_reads_any_other(tmp_path, writers, readers):

@@ -233,9 +233,7 @@ WRONG = {
     "global_block_end_indices must be above": lambda: VariableSparsity(
         global_block_indices=[2], global_block_end_indices=[2]
     ),
-    "block must be at least 1, got 0": lambda: BigBird(block=0),
     "window must be at least 1, got 0": lambda: SlidingWindow(0),
-    "attention must be unidirectional or bidirectional, got 'both'": lambda: BigBird(attention="both"),
     "must be unidirectional for a causal model, got bidirectional": lambda: AttentionMask(
         BigBird(attention="bidirectional"), causal=True, num_heads=1
     ),

@@ -27,8 +27,6 @@ class Add(BatchTransform):
     def transform(self, trainer, pl_module, batch):
         assert trainer.training
         assert pl_module is trainer.lightning_module
-        if isinstance(batch, dict):
-            return {**batch, "x": batch["x"] + self.value}
         return [batch[0] + self.value, *batch[1:]]
 
 
@@ -129,11 +127,6 @@ def test_all_hooks_of_a_training_step_see_the_transformed_batch_and_evaluation_d
     trained, watch = fit(Net(), Add(10.0), train_dataloaders=tensors(), val_dataloaders=tensors())
     assert trained == watch.started == watch.ended == [10.0, 11.0, 12.0]
     assert watch.evaluated == [0.0, 1.0, 0.0, 1.0, 2.0]  # the sanity check, then the validation
-
-
-def test_batches_may_be_dicts():
-    trained, watch = fit(Net(), Add(10.0), train_dataloaders=DataLoader(Dicts()), val_dataloaders=DataLoader(Dicts()))
-    assert trained == watch.started == watch.ended == [10.0, 11.0, 12.0]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,6 @@ def test_the_help_imports_no_command_and_names_what_is_missing(pack: Path, capsy
         ("number", "command 'number' (cmd_pack 2.0) must be a function, got cmd_hello:number, 3; fix its entry point"),
         ("twice", "command names must be unique, got 'twice' in cmd_pack 2.0 and in cmd_rival 2.0; uninstall one"),
         ("helo", "unknown command 'helo'; did you mean 'hello'? available: fit, "),
-        ("meshh", "unknown command 'meshh'; did you mean 'mesh'? available: fit, "),
     ],
 )
 def test_a_command_that_cannot_run_is_named_with_its_cause(

@@ -123,12 +123,6 @@ def test_an_error_for_the_user_arrives_as_it_was_raised(workers: int) -> None:
         list(loader(workers, Refusing()))
 
 
-def test_evaluation_pads_nothing() -> None:
-    options = {"dataset": Numbers(9), "shuffle": False, "drop_last": False, "world_size": 2}
-    shares = [[len(targets) for _, targets in loader(**options, rank=rank)] for rank in range(2)]
-    assert shares == [[4, 1], [3, 1]]
-
-
 def test_a_rank_without_a_sample_needs_somebody_to_tell() -> None:
     options = {"dataset": Numbers(3), "shuffle": False, "drop_last": False, "world_size": 4}
     with pytest.raises(DloError, match=r"4 ranks must have a sample of each batch, got 3 samples .* fewer ranks"):

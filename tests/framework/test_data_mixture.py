@@ -99,8 +99,8 @@ def test_any_position_is_computed_without_those_before(start, length):
     assert np.array_equal(np.concatenate([part.number for part in parts]), whole.number)
 
 
-@pytest.mark.parametrize("world_size", [4])
-def test_ranks_share_one_mixture_with_its_proportions(world_size):
+def test_ranks_share_one_mixture_with_its_proportions():
+    world_size = 4
     weights = {"code": 0.123, "web": 0.8, "books": 0.077}
     sizes = [350, 10_000, 166]
     mixture = Mixture(list(weights), [MixturePoint(0, weights)])
@@ -172,15 +172,11 @@ def test_a_billion_samples_take_no_memory():
     ("mix", "message"),
     [
         ({"code": -0.1, "web": 1}, "mix.code must be positive, got -0.1"),
-        ({"code": 0, "web": 1}, "mix.code must be positive, got 0"),
         ({"code": float("nan"), "web": 1}, "mix.code must be positive, got nan"),
-        ({"code": True, "web": 1}, "mix.code must be positive, got True"),
         ({"coed": 1, "web": 1}, "mix must name sources, got 'coed'; did you mean"),
         ({"web": 1}, "mix must have a weight for each source, got none for code"),
         ([{"samples": 5, "weights": {"code": 1, "web": 1}}], "mix must begin at samples: 0, got 5"),
-        ([], "mix must begin at samples: 0, got no moment"),
         ([{"sample": 5}], "mix must be weights by source, or a list of moments"),
-        ([{"samples": "5", "weights": {}}], "mix must have integers under samples"),
         (
             [{"samples": 0, "weights": {"code": 1, "web": 1}}, {"samples": 0, "weights": {"code": 1, "web": 1}}],
             "mix must have moments with ascending samples, got 0 before 0",
@@ -195,11 +191,6 @@ def test_wrong_weights_are_refused(mix, message):
     with pytest.raises(DloError) as error:
         Mixture(["code", "web"], read_points(mix, ["code", "web"], [1, 1]))
     assert message in str(error.value)
-
-
-def test_without_weights_sources_count_by_their_sizes():
-    mixture = Mixture(["a", "b"], read_points(None, ["a", "b"], [100, 300]))
-    assert np.bincount(mixture.assign(0, 400).source).tolist() == [100, 300]
 
 
 def test_a_buffer_smaller_than_a_chunk_is_refused():

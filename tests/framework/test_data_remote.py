@@ -154,20 +154,6 @@ def test_a_fork_while_blocks_are_fetched_does_not_keep_their_locks(tmp_path, con
     os.waitpid(child, 0)
 
 
-def test_reading_ahead_hides_the_latency(tmp_path, content, slow):
-    slow.delay = 0.1
-    file = opened(tmp_path)
-    for number in range(16):
-        file.read_ahead([(number * 2048, 100)])
-    time.sleep(0.5)
-    begin = time.perf_counter()
-    for number in range(16):
-        assert file.read(number * 2048, 100) == content[number * 2048 : number * 2048 + 100]
-    waited = time.perf_counter() - begin
-    assert len(slow.calls) == 16
-    assert waited < 16 * slow.delay / 2  # no more than a few blocks were waited for, on a busy machine too
-
-
 def test_errors_that_pass_are_tried_again_and_others_say_what_is_wrong(tmp_path, content, slow):
     file = opened(tmp_path)
     slow.failures = 2

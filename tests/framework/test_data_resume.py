@@ -89,9 +89,7 @@ def uninterrupted(tmp_path_factory) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("workers", "stop", "asks_length"), [(0, 3, False), (0, 10, True), (0, 14, True), (0, 20, False), (2, 14, True)]
-)
+@pytest.mark.parametrize(("workers", "stop", "asks_length"), [(0, 3, False), (0, 10, True), (2, 14, True)])
 def test_stopped_by_max_steps_and_resumed(tmp_path, uninterrupted, workers: int, stop: int, asks_length: bool) -> None:
     seen: list[list[int]] = []
     path = run(tmp_path, Recorder(seen), workers, max_steps=stop)
@@ -100,7 +98,7 @@ def test_stopped_by_max_steps_and_resumed(tmp_path, uninterrupted, workers: int,
     assert seen == uninterrupted
 
 
-@pytest.mark.parametrize(("stop", "asks_length"), [(0, True), (4, False), (9, True), (10, False)])
+@pytest.mark.parametrize(("stop", "asks_length"), [(0, True), (9, False)])
 def test_stopped_by_an_error_inside_a_step_and_resumed(tmp_path, uninterrupted, stop: int, asks_length: bool) -> None:
     seen: list[list[int]] = []
     path = run(tmp_path, Recorder(seen, raise_at=stop), 0)
@@ -197,9 +195,7 @@ class PairRecorder(Recorder):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "asks_length"), [((SIZE, SIZE), False), ((SIZE, 12), True), ((12, SIZE), True), ((12, SIZE), False)]
-)
+@pytest.mark.parametrize(("sizes", "asks_length"), [((SIZE, 12), True), ((12, SIZE), False)])
 def test_several_training_loaders_each_go_on(tmp_path, sizes, asks_length):
     whole: list[list[int]] = []
     fit_pair(tmp_path, PairRecorder(whole, asks_length), sizes)

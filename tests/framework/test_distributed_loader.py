@@ -43,13 +43,6 @@ def test_with_drop_last_no_sample_counts_twice(total, ranks, batch_size):
     assert len(set(kept)) == len(kept) == total // ranks * ranks
 
 
-def test_a_shuffled_order_follows_the_epoch():
-    (share,) = shares(DistributedSampler, 9, 1, 2, False, shuffle=True)
-    first = list(share)
-    share.set_epoch(1)
-    assert list(share) != first
-
-
 class Stage:
     """A trainer in one of its stages, or in training."""
 
@@ -104,12 +97,6 @@ def test_a_sampler_with_its_own_order_is_warned_of():
     loader = DataLoader(range(10), sampler=InChunks(range(10), 4, 3, shuffle=False))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="each of 10 samples once, got InChunks, so that some may be evaluated twice"):
         assert without_repeats(loader, stage("validating")) is loader
-
-
-def test_a_sampler_that_drops_the_rest_repeats_none():
-    sampler = DistributedSampler(range(9), 2, 0, shuffle=False, drop_last=True)
-    loader = DataLoader(range(9), sampler=sampler)  # type: ignore[arg-type]
-    assert without_repeats(loader, stage("validating")) is loader
 
 
 def test_what_lightning_and_an_exact_resume_set_reaches_the_loader(monkeypatch):

@@ -28,25 +28,6 @@ def test_it_trains_on_axes_as_one_process(example: ModuleType, name: str) -> Non
     getattr(example, name)()
 
 
-def test_a_plan_that_cuts_wrongly_is_found(example: ModuleType) -> None:
-    """Queries, keys and values are laid out [3, heads], not [heads, 3]: the losses tell."""
-    with pytest.raises(AssertionError, match="differ from one process"):
-        example.assert_parity(build_with_a_wrong_plan, [example.on_mesh(tp=2)], world_size=2, steps=3)
-
-
-def build_with_a_wrong_plan() -> tuple[object, object]:
-    module = importlib.import_module("own_transformer_test")
-    task, data = module.build()
-    right = task.parallel_plan
-
-    def wrong() -> object:
-        plan = right()
-        return type(plan)(**{**vars(plan), "tensor": {**plan.tensor, "blocks.*.attention.qkv": "qkv_by_head"}})
-
-    task.parallel_plan = wrong
-    return task, data
-
-
 @pytest.mark.slow
 def test_its_config_trains_on_two_axes(tmp_path: Path, dlo) -> None:
     for file in EXAMPLES.glob("own_transformer.*"):

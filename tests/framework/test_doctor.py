@@ -29,13 +29,6 @@ def test_this_machine_can_run(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
-def test_a_launcher_s_environment_is_noted(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    (found,) = [each for each in doctor_command.check_network() if each.name == "environment"]
-    assert found.status == "note"
-    assert "LOCAL_RANK" in found.text
-
-
 def test_a_full_disk_and_little_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 5 * 10**6, 5 * 10**6))
     found = {each.name: each for each in check_storage(tmp_path / "runs")}

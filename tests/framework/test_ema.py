@@ -209,15 +209,6 @@ def test_a_checkpoint_saved_on_an_error_in_validation_holds_both(tmp_path):
     assert torch.equal(weights(average), weights(reference.model))
 
 
-def test_testing_after_a_fit_tests_the_average(tmp_path):
-    net = Net()
-    trainer = run(tmp_path, ModelCheckpoint(tmp_path), max_epochs=1)
-    trainer.fit(net, loader(), loader(1))
-    average = net.seen[-1]
-    trainer.test(net, loader(1), ckpt_path="best", verbose=False, weights_only=True)
-    assert torch.equal(net.seen[-1], average)
-
-
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_a_decay_outside_its_range_is_refused(decay):
     with pytest.raises(DloError, match=r"must be at least 0 and below 1, got"):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import DloError
-from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
+from dlo_framework.frozen_model import FrozenModel, find_checkpoint
 from dlo_framework.rehearsal import trial_steps
 from dlo_framework.task import Task
 from support import frozen_runs as runs
@@ -214,7 +214,6 @@ def test_an_average_has_nothing_of_steps_that_were_undone() -> None:
         ({"checkpoint": "x", "average": 0.9}, "must have one source, got checkpoint and average"),
         ({"average": 1.0}, "must be at least 0 and below 1, got 1.0; 0.999 is usual"),
         ({"average": 0.9, "dtype": "bfloat16"}, "dtype of a second model must be unset with average"),
-        ({"average": 0.9, "offload": True}, "offload of a second model must be unset with average"),
         ({"checkpoint": "x", "dtype": "bfloat61"}, "got bfloat61; did you mean 'bfloat16'?"),
         ({"task": torch.nn.Linear(1, 1)}, "must be a dlo_framework.Task, got a Linear"),
     ],
@@ -252,8 +251,3 @@ class NotOnMeta(Task):
 def test_a_model_that_reads_values_while_it_is_built_is_refused() -> None:
     with pytest.raises(DloError, match=r"must be buildable on the meta device, got .* of NotOnMeta"):
         FrozenModel(task=NotOnMeta()).check(runs.image_task())
-
-
-def test_owners_list_their_models() -> None:
-    frozen = FrozenModel("somewhere")
-    assert find_frozen_models([LightningModule(), runs.Teacher(frozen)]) == [frozen]

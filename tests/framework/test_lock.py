@@ -227,33 +227,6 @@ def test_a_killed_builder_is_replaced_and_those_that_wait_say_so(tmp_path, capfd
     assert not locks_in(tmp_path)
 
 
-def test_another_hosts_lock_is_dead_if_nobody_touches_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "DEAD", 1.0)
-    lock = tmp_path / "built.lock.3"
-    lock.write_text(json.dumps({"host": "other", "pid": 1, "start": "1", "machine": "elsewhere"}))
-    path, begin = tmp_path / "built", time.monotonic()
-    assert build_once(path, lambda: path.write_text("x"), "building")
-    assert time.monotonic() - begin > 0.9
-    assert not locks_in(tmp_path)
-
-
-def test_another_hosts_lock_is_respected_while_it_is_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "DEAD", 1.0)
-    lock, path = tmp_path / "built.lock.0", tmp_path / "built"
-    lock.write_text(json.dumps({"host": "other", "pid": 1, "start": "1", "machine": "elsewhere"}))
-    child = os.fork()
-    if child == 0:
-        for _ in range(20):
-            os.utime(lock)
-            time.sleep(0.1)
-        path.write_text("theirs")
-        lock.unlink()
-        os._exit(0)
-    assert not build_once(path, lambda: path.write_text("ours"), "building")
-    os.waitpid(child, 0)
-    assert path.read_text() == "theirs"
-
-
 def test_an_error_releases_the_lock_and_a_holder_touches_it(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "BEAT", 0.05)
     path, touched = tmp_path / "built", []

@@ -104,9 +104,3 @@ def test_without_matplotlib_no_figure_is_drawn_and_one_message_says_so(monkeypat
     assert media.draw_figure("LRFinder", Figure) is None
     assert said == ["LRFinder draws no figure: matplotlib is not installed; pip install 'dlo_framework[plots]'"]
     media._name_missing_matplotlib.cache_clear()
-
-
-@pytest.mark.parametrize(("every", "logged"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4])])
-def test_numbers_are_logged_at_an_interval_that_may_be_none(tmp_path, every, logged):
-    trainer = Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path, log_every_n_steps=every)
-    assert [step for step in range(5) if media.is_logged(trainer, step)] == logged

@@ -83,8 +83,3 @@ def test_lightning_is_asked_for_others(monkeypatch):
     assert peak_on("Quadro RTX 5000", "16-mixed", monkeypatch) == 89.2e12
     assert peak_on("NVIDIA GeForce RTX 4080", "32-true", monkeypatch) == 48.7e12
     assert peak_on("NVIDIA GeForce RTX 4080", "16-mixed", monkeypatch) is None
-
-
-def test_a_cpu_has_none():
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), precision="32-true")
-    assert peak_flops(trainer) is None  # type: ignore[arg-type]

@@ -128,11 +128,6 @@ def test_show_takes_an_alias(pack: None, capsys: pytest.CaptureFixture[str]) -> 
     assert "It has no parameters." in text
 
 
-def test_show_in_json(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = json.loads(output(capsys, "show", "PcCallback", "--json"))
-    assert shown["parameters"][0] == {"name": "rate", "type": "float", "default": None, "doc": "How often, in Hz."}
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -173,7 +168,6 @@ def test_a_default_that_yaml_cannot_say_is_a_comment() -> None:
     ("kind", "path"),
     [
         ("strategy", ["trainer", "strategy"]),
-        ("callback", ["trainer", "callbacks", 0]),
         ("task", ["model"]),
         ("data", ["data"]),
         ("applier", ["trainer", "strategy", "init_args", "appliers", 0]),

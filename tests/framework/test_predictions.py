@@ -37,11 +37,6 @@ def predict(path, lengths: list[int]):
     return torch.load(path, weights_only=True)
 
 
-def test_batches_of_one_shape_are_one_tensor(tmp_path):
-    found = predict(tmp_path / "new" / "found.pt", [3, 3, 3])
-    assert torch.equal(found, torch.arange(5.0)[:, None].expand(-1, 3))
-
-
 def test_batches_of_several_shapes_are_a_list(tmp_path):
     found = predict(tmp_path / "found.pt", [3, 1, 2])
     assert [batch.shape for batch in found] == [(2, 3), (2, 1), (1, 2)]

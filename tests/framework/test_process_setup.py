@@ -1,13 +1,12 @@
 """Lines that a user cannot act on are not shown; others are."""
 
-import gc
 import logging
 import warnings
 
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from dlo_framework.run.process import import_without_collection, shorten_warnings, silence_warnings
+from dlo_framework.run.process import shorten_warnings, silence_warnings
 
 
 def test_lightnings_tip_on_tensor_cores_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,16 +29,3 @@ def test_dlos_own_warnings_are_one_line_of_text(monkeypatch: pytest.MonkeyPatch)
         assert f"{file}:58: UserWarning: too long" in warnings.formatwarning(
             "too long", UserWarning, file, 58, "warn(x)"
         )
-
-
-def test_cycles_are_not_collected_while_libraries_are_imported() -> None:
-    assert gc.isenabled()
-    with import_without_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    frozen = gc.get_freeze_count()
-    assert frozen
-    with import_without_collection():
-        later = [[number] for number in range(1000)]
-    assert gc.get_freeze_count() <= frozen, "what is made later must stay collectable"
-    del later

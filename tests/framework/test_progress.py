@@ -32,10 +32,6 @@ def test_progress_is_counted_in_batches_so_accumulation_does_not_shift_it():
     assert fraction_seen(run(epoch=3, ready=10), with_this_batch=True) == 1.0
 
 
-def test_before_the_first_batch_nothing_has_been_seen():
-    assert fraction_seen(run()) == 0.0
-
-
 def test_the_nearer_limit_decides():
     assert fraction_seen(run(epoch=1, ready=5, max_steps=20, step=15)) == 0.75
     assert fraction_seen(run(epoch=1, batches=math.inf, max_epochs=None, max_steps=20, step=5)) == 0.25
@@ -69,12 +65,6 @@ def test_a_window_that_the_epochs_end_cuts_short_does_not_change_how_many_steps_
     mixed = AccumulationWindow(4, 0, Fraction(10, 7))  # ten batches in seven windows by plan
     assert steps_per_epoch(run(batches=10, accumulate=mixed)) == 7
     assert pickle.loads(pickle.dumps(mixed)).usual == Fraction(10, 7)
-
-
-def test_steps_of_the_run():
-    assert optimizer_steps(run(batches=10, accumulate=4)) == 12
-    assert optimizer_steps(run(batches=10, max_steps=7)) == 7
-    assert optimizer_steps(run(batches=math.inf)) == math.inf
 
 
 def test_a_plan_s_usual_window_is_saved_exactly():

@@ -152,7 +152,6 @@ def test_a_trainer_is_one_run(net):
 def test_what_is_refused_leaves_nothing(net):
     for options, message in (
         ({"max_epoch": 3}, "unknown argument 'max_epoch' of Trainer; did you mean 'max_epochs'?"),
-        ({"epochs": 3}, "unknown argument 'epochs' of Trainer; did you mean 'max_epochs'?"),
         ({"gpus": 1}, "unknown argument 'gpus' of Trainer; did you mean 'devices'?"),
         ({"precision": "fp16"}, "got 'fp16'; did you mean '16-mixed'?"),
         (

@@ -40,14 +40,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
             del sys.modules[name]
 
 
-def test_own_plugins_are_found_with_their_distribution() -> None:
-    plugin = Registry().get("OneCycle")
-    assert (plugin.kind, plugin.distribution) == ("callback", "dlo_framework")
-    assert plugin.target == "dlo_plugins.schedules.lr_curves:OneCycle"
-    assert "OneCycle" in Registry().names("callback")
-    assert "OneCycle" not in Registry().names("task")
-
-
 def test_only_the_named_plugin_is_imported(install: Install) -> None:
     install(
         "pack",
@@ -72,7 +64,6 @@ def test_only_the_named_plugin_is_imported(install: Install) -> None:
             "raise RuntimeError('boom')",
             r"^plugin 'foo' \(pkg 1\.2\) failed to import: RuntimeError: boom$",
         ),
-        ("callback: Leaver", "import sys; sys.exit(3)", "failed to import: SystemExit: 3"),
         ("callback: Thingy", CALLBACK.format(name="Thingie"), "has no class 'Thingy'; did you mean 'Thingie'"),
         (
             "task: Wrong",
@@ -192,10 +183,3 @@ def test_a_strategy_name_that_lightning_has_is_an_error(install: Install) -> Non
     install("pack", {"strategy": ["RgTaken = rg_taken:RgTaken"]}, rg_taken=source)
     with pytest.raises(DloError, match=r"plugin 'RgTaken' \(pack 1.2\) failed to register its strategies"):
         Registry().load("RgTaken")
-
-
-def test_find_named_takes_names_and_class_paths_only() -> None:
-    find = Registry().find_named
-    assert [plugin.name for plugin in find(["x", "OneCycle", "OneCycle"])] == ["OneCycle"]
-    assert [plugin.name for plugin in find(["dlo_plugins.schedules.lr_curves.OneCycle"])] == ["OneCycle"]
-    assert find(["onecycle", "a OneCycle run", "dlo_plugins.schedules.lr_curves"]) == []

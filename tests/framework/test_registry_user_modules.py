@@ -181,7 +181,6 @@ def test_a_module_of_networks_only_may_be_listed(project: Path) -> None:
         ("raise RuntimeError('boom')", "plugins: './um_bad.py' failed to import: RuntimeError: boom"),
         ("def f(:", "plugins: './um_bad.py' failed to import: SyntaxError"),
         ("import um_nothing_like_it", "ModuleNotFoundError: No module named 'um_nothing_like_it'"),
-        ("class Plain: pass", "'./um_bad.py' must define a public subclass of"),
         (CALLBACK.format(name="OneCycle"), "must be unique, got 'OneCycle' in dlo_framework .* and in ./um_bad.py"),
     ],
 )
@@ -199,7 +198,6 @@ def test_a_bad_file_is_an_error_that_says_why(project: Path, source: str, messag
         ("./notes.txt", r"must end in .py, got './notes.txt'"),
         ("um-x", r"must be a module \(my_pkg.mod\) or a file \(./file.py\), got 'um-x'"),
         ("um_presnt", r"no module 'um_presnt'; did you mean 'um_present'\?"),
-        ("um_present.py.x", "no module 'um_present.py.x'"),
         ("lightning.pytorch.callback", "no module 'lightning.pytorch.callback'"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from dlo_framework.data import ResumableDataModule
@@ -285,26 +285,7 @@ def test_nothing_is_logged_and_the_monitors_clock_stands_still():
     assert monitor.samples == BATCHES * BATCH
 
 
-def test_the_data_themselves_are_not_copied():
-    data = TensorDataset(torch.zeros(28, 6), torch.zeros(28, dtype=torch.long))
-
-    class Check(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            kept = Snapshot(trainer)._kept
-            assert id(pl_module.net[0].weight) in kept
-            assert id(data) not in kept
-            assert id(data.tensors[0]) not in kept
-            trainer.should_stop = True
-
-    trainer_with([Check()]).fit(Net(), DataLoader(data, batch_size=BATCH, shuffle=True))
-
-
 # --- loaders -------------------------------------------------------------------------------------------------------
-
-
-class Workers(ResumableDataModule):
-    def train_dataloader(self):
-        return self.train_loader(Noisy())
 
 
 class PlainWorkers(ResumableDataModule):
@@ -314,9 +295,9 @@ class PlainWorkers(ResumableDataModule):
         return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True)
 
 
-@pytest.mark.parametrize("data", [Workers, PlainWorkers])
-def test_with_persistent_workers(data):
-    assert run(Aside(3), data=data(batch_size=BATCH, num_workers=2)) == run(data=data(batch_size=BATCH, num_workers=2))
+def test_with_persistent_workers():
+    data, other = (PlainWorkers(batch_size=BATCH, num_workers=2) for _ in range(2))
+    assert run(Aside(3), data=data) == run(data=other)
 
 
 class Stateful:
@@ -354,28 +335,6 @@ def test_any_loader_with_a_state_goes_back_to_its_place():
     assert run(Aside(10, at="on_train_batch_end", batch=4), data=Own(batch_size=2)) == expected
 
 
-class Ones:  # A loader without a state, shorter than the others.
-    def __iter__(self):
-        return iter([torch.ones(2)] * 3)
-
-    def __len__(self) -> int:
-        return 3
-
-
-def test_several_loaders_of_which_one_is_no_dataloader():
-    class Several(ResumableDataModule):
-        def train_dataloader(self):
-            return {"a": DataLoader(Noisy(), batch_size=BATCH, shuffle=True), "b": Ones()}
-
-    class Both(Net):
-        def training_step(self, batch, batch_idx):
-            assert batch["b"].sum() == 2
-            return super().training_step(batch["a"], batch_idx)
-
-    options = {"data": Several(batch_size=BATCH), "make": Both}
-    assert run(Aside(10), **options) == run(**options)
-
-
 def test_a_loader_that_can_be_iterated_once_is_refused():
     class Once(ResumableDataModule):
         def train_dataloader(self):
@@ -383,15 +342,3 @@ def test_a_loader_that_can_be_iterated_once_is_refused():
 
     with pytest.raises(DloError, match="must be iterable more than once"):
         run(Aside(3), data=Once(batch_size=2), limit_train_batches=3)
-
-
-def test_a_stream_without_a_length():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(Noisy()[index] for index in range(28))
-
-    class Streamed(ResumableDataModule):
-        def train_dataloader(self):
-            return DataLoader(Stream(), batch_size=BATCH)
-
-    assert run(Aside(10), data=Streamed(batch_size=BATCH)) == run(data=Streamed(batch_size=BATCH))

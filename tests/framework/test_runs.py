@@ -82,15 +82,6 @@ def test_other_ranks_make_no_folder(tmp_path, monkeypatch, name):
     assert not list(tmp_path.iterdir())
 
 
-def test_last_is_the_newest_run_that_has_one(tmp_path):
-    for number in (2, 10):
-        folder = tmp_path / f"version_{number}" / "checkpoints"
-        folder.mkdir(parents=True)
-        torch.save({"global_step": 1, "optimizer_states": []}, folder / "last.ckpt")
-    (tmp_path / "version_11").mkdir()
-    assert runs.find_checkpoint(tmp_path, "last") == tmp_path / "version_10" / "checkpoints" / "last.ckpt"
-
-
 def test_best_is_what_the_summary_names(tmp_path):
     folder = tmp_path / "version_0" / "checkpoints"
     folder.mkdir(parents=True)
@@ -192,16 +183,6 @@ def test_nor_does_an_older_one_for_a_run_that_has_no_checkpoint_yet(tmp_path):
 def test_a_finished_run_that_was_made_longer_and_killed_goes_on(tmp_path):
     longer = make_run(tmp_path, 0, 120, "finished", 90)
     assert runs.unfinished(tmp_path) == longer
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path):
-    last = make_run(tmp_path, 0, 30)
-    older = last.with_name("epoch=0.ckpt")
-    save({"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "global_step": 20, "epoch": 0}, older)
-    shard = next(last.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
-    with pytest.warns(UserWarning, match="skipping"):
-        assert runs.unfinished(tmp_path) == older
 
 
 def test_a_new_run_after_a_finished_one_is_told_of(tmp_path, monkeypatch):

@@ -6,8 +6,7 @@ import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is i
 import pytest
 
 from dlo_framework.cli.main import main
-from dlo_framework.cli.plugin_arguments import expand_arguments, expand_short_names, prefer_plugins
-from dlo_framework.registry import Plugin
+from dlo_framework.cli.plugin_arguments import expand_arguments, expand_short_names
 from dlo_framework.run import runs
 
 OURS = {"FSDPStrategy": "dlo_plugins.parallel.fsdp.strategy.FSDPStrategy"}
@@ -33,22 +32,6 @@ def test_short_names_on_the_command_line_are_those_of_plugins():
     assert found[2:4] == [full, f"--trainer.strategy.class_path={full}"]
     assert found[4:7] == ["--trainer.strategy", full, f"--trainer.callbacks+={full}"]
     assert found[7:] == ["--run.name", "FSDPStrategy"], "other options have values of their own"
-
-
-def test_jsonargparse_reads_configs_so_until_other_plugins_are_preferred():
-    import jsonargparse
-
-    plugin = Plugin("FSDPStrategy", "strategy", "dlo_plugins.parallel.fsdp.strategy:FSDPStrategy", "dlo_framework", "0")
-    before = jsonargparse.get_loader("yaml")
-    try:
-        prefer_plugins([plugin])
-        assert jsonargparse.get_loader("yaml")("a: {class_path: FSDPStrategy}") == {
-            "a": {"class_path": OURS["FSDPStrategy"]}
-        }
-        prefer_plugins([])
-        assert jsonargparse.get_loader("yaml")("a: {class_path: FSDPStrategy}") == {"a": {"class_path": "FSDPStrategy"}}
-    finally:
-        jsonargparse.set_loader("yaml", before)
 
 
 @pytest.fixture

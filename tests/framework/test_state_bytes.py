@@ -104,16 +104,6 @@ def test_a_state_of_codes_and_scales_has_their_bytes() -> None:
     assert 2 * 4096 < optimizer_bytes([optimizer]) <= 2.1 * 4096 + tables
 
 
-def test_state_in_lists_and_dicts_is_counted_once():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    factor = torch.ones(5)
-    optimizer.state[optimizer.param_groups[0]["params"][0]] = {
-        "factors": [factor, {"left": torch.ones(2)}],
-        "again": factor,
-    }
-    assert optimizer_bytes([optimizer, optimizer]) == 4 * 7
-
-
 def test_the_formula_has_the_bytes_that_an_optimizer_keeps_for_an_element():
     """Two moments of 4 bytes; of 1 byte with their scales, and of 4 bytes for small tensors."""
     pytest.importorskip("torchao")

@@ -79,12 +79,6 @@ def test_inputs_of_tuples_dicts_and_bare_tensors():
     assert task.inputs({"x": x}) == ((), {"x": x})
 
 
-def test_stage_without_a_trainer_follows_the_mode():
-    task = Line()
-    assert task.stage == "train"
-    assert task.eval().stage == "val"
-
-
 def test_the_default_plan_is_found_or_refused():
     task = Line()
     task.configure_model()

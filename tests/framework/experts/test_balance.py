@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
-from dlo_framework.models.experts.auxiliary_loss import attach_loss, follow_gradient, in_micro_batch, set_scale
+from dlo_framework.models.experts.auxiliary_loss import follow_gradient, in_micro_batch, set_scale
 from dlo_framework.models.experts.balance import (
     check_routers,
     describe_balance,
@@ -119,15 +119,6 @@ def test_a_forward_that_is_marked_as_repeated_counts_no_token_again() -> None:
         gradients.append(layer.gate.weight.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
     assert sum_loads(loads, None, CPU)[0][:4].sum() == 36
-
-
-def test_a_schedule_sets_the_scale() -> None:
-    x, extra = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
-    set_scale(torch.tensor(0.5))
-    attach_loss(x, extra * 3).sum().backward()
-    assert extra.grad is not None
-    assert extra.grad.item() == 1.5
-    set_scale(1.0)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
