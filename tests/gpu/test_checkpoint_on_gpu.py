@@ -1,12 +1,9 @@
 """Checkpoints of tensors on an accelerator: through the CPU's memory a bucket at a time, or page-locked copies."""
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dlo_framework.checkpoint import AsyncSaver, load, save
 from dlo_framework.shards import FlatShard
-from dlo_framework.testing import run_distributed
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -40,18 +37,3 @@ def test_a_save_in_the_background_holds_the_state_of_the_call(tmp_path):
     saver.close()
     for step in range(3):
         assert load(tmp_path / f"{step}.ckpt")["state_dict"]["w"].unique().tolist() == [step + 1.0]
-
-
-def test_a_sharded_tensor_on_one_gpu(tmp_path):
-    assert run_distributed(_sharded, 1, tmp_path, backend="nccl") == [True]
-
-
-def _sharded(rank: int, world_size: int, folder) -> bool:
-    mesh = init_device_mesh("cuda", (world_size,))
-    whole = weights()["w"].cuda()
-    shard = distribute_tensor(whole, mesh, [Shard(1)])
-    save({"state_dict": {"w": shard}}, folder / "a.ckpt", group=torch.distributed.group.WORLD)
-    read = load(folder / "a.ckpt", group=torch.distributed.group.WORLD)["state_dict"]
-    target = torch.zeros_like(shard)
-    read.read_into("w", target)
-    return torch.equal(target.to_local(), shard.to_local())
