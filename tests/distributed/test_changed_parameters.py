@@ -71,26 +71,28 @@ def _weights(run: Trainer, module: LightningModule) -> dict[str, Any]:
     return module.state_dict() if isinstance(run.strategy, DataParallelStrategy) else gather_full_weights(run)
 
 
-def _unfreeze(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"refused": []}
+def what_is_unfrozen_trains_as_in_one_process_or_is_refused(rank: int, world: int, folder: Path) -> None:
     for name, (kind, callback) in RUNS.items():
         alone = kind()
         trainer(1, "auto", max_epochs=2, callbacks=[callback()]).fit(alone, mine(0, 1))
         expected = {key: value.clone() for key, value in alone.state_dict().items()}
-        found[name] = []
         for strategy in TRAINS[name]:
             run, module = trainer(world, strategy(), max_epochs=2, callbacks=[callback()]), kind()
             run.fit(module, mine(rank, world))
             weights = _weights(run, module) or expected
-            found[name].append(max(float((weights[key] - expected[key]).abs().max()) for key in expected))
-    refused: list[Any] = [(strategy, All, [Unfreeze()]) for strategy in REFUSES]
-    refused.append((DataParallelStrategy, All, [Unfreeze(), GradientCompression("fp16")]))
-    refused += [(strategy, Later, [Finetuning()]) for strategy in (lambda: ZeroStrategy(1), FSDPStrategy)]
-    for strategy, kind, callbacks in refused:
-        with pytest.raises(DloError) as error:
+            assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-5, name
+    thawed = "net.stem.bias.*net.stem.weight"
+    later = "which shards them first, got Finetuning of Lightning, which looks"
+    both = "where a communication hook compresses gradients, got net.stem.weight, net.stem.bias"
+    compressed = [Unfreeze(), GradientCompression("fp16")]
+    for strategy, kind, callbacks, message in (
+        *((strategy, All, [Unfreeze()], thawed) for strategy in REFUSES),
+        (DataParallelStrategy, All, compressed, both),
+        (lambda: ZeroStrategy(1), Later, [Finetuning()], f"under ZeroStrategy, {later}"),
+        (FSDPStrategy, Later, [Finetuning()], f"under FSDPStrategy, {later}"),
+    ):
+        with pytest.raises(DloError, match=message):
             trainer(world, strategy(), max_epochs=2, callbacks=callbacks).fit(kind(), mine(rank, world))
-        found["refused"].append(str(error.value))
-    return found
 
 
 class Clip(Callback):
@@ -126,28 +128,28 @@ WRITES: dict[str, Any] = {
 }
 
 
-def _write(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"refused": []}
+def what_a_callback_writes_is_as_in_one_process_or_is_refused(rank: int, world: int, folder: Path) -> None:
     for name, callback in WRITERS.items():
         alone = All()
         trainer(1, "auto", max_epochs=2, callbacks=[callback(alone)]).fit(alone, mine(0, 1))
         expected = {key: value.clone() for key, value in alone.state_dict().items()}
-        found[name] = []
         for strategy in WRITES[name]:
             module = All()
             run = trainer(world, strategy(), max_epochs=2, callbacks=[callback(module)])
             run.fit(module, mine(rank, world))
             weights = _weights(run, module) or expected
-            found[name].append(max(float((weights[key] - expected[key]).abs().max()) for key in expected))
-    cases = [*((strategy, _prune) for strategy in (lambda: ZeroStrategy(3), FSDPStrategy))]
-    cases.append((lambda: ZeroStrategy(2), lambda module: Clip(assigns=True)))
-    cases.append((lambda: ZeroStrategy(1), lambda module: _prune(module, resets=True)))
-    for strategy, callback in cases:
+            assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-5, name
+    pruned = "must not be pruned between steps, got ModelPruning; use"
+    assigned = "must be written in place between steps, got net."
+    for strategy, callback, message in (
+        (lambda: ZeroStrategy(3), _prune, pruned),
+        (FSDPStrategy, _prune, pruned),
+        (lambda: ZeroStrategy(2), lambda module: Clip(assigns=True), assigned),
+        (lambda: ZeroStrategy(1), lambda module: _prune(module, resets=True), assigned),
+    ):
         module = All()
-        with pytest.raises(DloError) as error:
+        with pytest.raises(DloError, match=message):
             trainer(world, strategy(), max_epochs=2, callbacks=[callback(module)]).fit(module, mine(rank, world))
-        found["refused"].append(str(error.value))
-    return found
 
 
 class ScalesGradients(Callback):
@@ -179,50 +181,28 @@ LOST: list[tuple[Any, Any, dict[str, Any], str]] = [
 ]
 
 
-def _lost(rank: int, world: int, folder: Path) -> list[str]:
-    found = []
-    for strategy, callback, options, _ in LOST:
-        with pytest.raises(DloError) as error:
+def what_would_be_lost_is_refused(rank: int, world: int, folder: Path) -> None:
+    for strategy, callback, options, message in LOST:
+        with pytest.raises(DloError, match=message):
             trainer(world, strategy(), callbacks=[callback()], **options).fit(Module(), mine(rank, world))
-        found.append(str(error.value))
-    return found
 
 
-def _both(rank: int, world: int) -> dict[str, Any]:
-    return found_by((_write, _unfreeze, _lost), rank, world, Path())
+CHECKS = (
+    what_a_callback_writes_is_as_in_one_process_or_is_refused,
+    what_is_unfrozen_trains_as_in_one_process_or_is_refused,
+    what_would_be_lost_is_refused,
+)
+
+
+def _all(rank: int, world: int) -> dict[str, Any]:
+    return found_by(CHECKS, rank, world, Path())
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_distributed(_both, 2, timeout=280)
+    return run_distributed(_all, 2, timeout=280)
 
 
-def test_what_a_callback_writes_is_as_in_one_process_or_is_refused(ranks: Any) -> None:
-    for found in of(ranks, "_write"):
-        for name, strategies in WRITES.items():
-            assert found[name] == pytest.approx([0.0] * len(strategies), abs=1e-5), name
-        assert len(found["refused"]) == 4
-        for message in found["refused"][:2]:
-            assert "must not be pruned between steps, got ModelPruning; use" in message
-        for message in found["refused"][2:]:
-            assert "must be written in place between steps, got net." in message
-
-
-def test_what_is_unfrozen_trains_as_in_one_process_or_is_refused(ranks: Any) -> None:
-    for found in of(ranks, "_unfreeze"):
-        for name, strategies in TRAINS.items():
-            assert found[name] == pytest.approx([0.0] * len(strategies), abs=1e-5), name
-        *thawed, under_zero, under_fsdp = found["refused"]
-        assert len(thawed) == len(REFUSES) + 1
-        for message in thawed:
-            assert "net.stem.bias" in message
-            assert "net.stem.weight" in message
-        assert "where a communication hook compresses gradients" in thawed[-1]
-        for name, message in (("ZeroStrategy", under_zero), ("FSDPStrategy", under_fsdp)):
-            assert f"under {name}, which shards them first, got Finetuning of Lightning, which looks" in message
-
-
-def test_what_would_be_lost_is_refused(ranks: Any) -> None:
-    for found in of(ranks, "_lost"):
-        for message, (*_, expected) in zip(found, LOST, strict=True):
-            assert expected in message
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_two_ranks(ranks: list[dict[str, Any]], check: Any) -> None:
+    of(ranks, check.__name__)

@@ -60,19 +60,19 @@ class Spectral(Module):
         return nn.functional.cross_entropy(logits, batch[1])
 
 
-def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
-    expected, found = alone(Spectral()), {}
+def they_train_under_each_strategy_as_alone(rank: int, world: int, folder: Path) -> None:
+    expected = alone(Spectral())
     moved = {name: float((value - expected[name]).abs().max()) for name, value in Spectral().state_dict().items()}
     assert min(moved.values()) > 1e-3
     for name, strategy in STRATEGIES.items():
         run = trainer(world, strategy())
         run.fit(Spectral(), mine(rank, world))
-        found[name] = differ(gather_full_weights(run), expected)
-    return found if rank == 0 else {}
+        weights = gather_full_weights(run)
+        assert rank or differ(weights, expected) < 1e-6, name
 
 
-def _scalars(rank: int, world: int, folder: Path) -> tuple[complex, float]:
-    """What the ranks make of two scalars' gradients, one complex, the other too fine for single precision."""
+def scalars_gradients_are_averaged_in_a_dtype_that_holds_them(rank: int, world: int, folder: Path) -> None:
+    """One is complex, the other too fine for single precision."""
     module, run = Spectral(), trainer(world, FSDPStrategy(units=UNITS))
     run.fit(module, mine(rank, world))
     sharded, phase, temperature = (
@@ -82,18 +82,19 @@ def _scalars(rank: int, world: int, folder: Path) -> tuple[complex, float]:
     )
     phase.grad, temperature.grad = torch.full_like(phase, 2 + 6j * rank), torch.full_like(temperature, 1 + rank * 2e-12)
     sharded.average_gradients()
-    return complex(phase.grad), float(temperature.grad)
+    assert complex(phase.grad) == 2 + 3j
+    assert float(temperature.grad) == pytest.approx(1 + 1e-12, abs=1e-15)
 
 
-def _refused(rank: int, world: int, folder: Path) -> str:
-    """What is said of a model whose units are not named."""
+def complex_among_real_ones_is_an_error_that_names_them(rank: int, world: int, folder: Path) -> None:
     with pytest.raises(DloError) as caught:
         trainer(world, FSDPStrategy()).fit(Spectral(), mine(rank, world))
-    return str(caught.value)
+    assert "complex64 net.filter.weight" in str(caught.value)
+    assert "units: [net.blocks.0, net.blocks.1, net.filter]" in str(caught.value)
 
 
-def _sums(rank: int, world: int, folder: Path) -> list[list[complex]]:
-    """Complex gradients as they are summed where ranks do not exchange in pairs: on NCCL."""
+def they_are_summed_without_pairwise_exchange_too(rank: int, world: int, folder: Path) -> None:
+    """As on NCCL."""
     communicator, torch_s = Communicator(), dist.reduce_scatter_tensor
     communicator._pairwise = False
     output, gradients = (torch.full((n,), 1 + 1j * rank) for n in (2, 4))
@@ -105,11 +106,19 @@ def _sums(rank: int, world: int, folder: Path) -> list[list[complex]]:
     assert dist.group.WORLD is not None
     with mock.patch.object(dist, "reduce_scatter_tensor", as_nccl):
         ComplexReduceScatter()(output, gradients, dist.group.WORLD, dist.ReduceOp.SUM)
-        return [output.tolist(), communicator.reduce_scatter(gradients).wait().tolist()]
+        assert output.tolist() == communicator.reduce_scatter(gradients).wait().tolist() == [2 + 1j] * 2
+
+
+CHECKS = (
+    they_train_under_each_strategy_as_alone,
+    scalars_gradients_are_averaged_in_a_dtype_that_holds_them,
+    they_are_summed_without_pairwise_exchange_too,
+    complex_among_real_ones_is_an_error_that_names_them,
+)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_each, _scalars, _sums, _refused), rank, world, folder)
+    return found_by(CHECKS, rank, world, folder)
 
 
 @pytest.fixture(scope="module")
@@ -117,24 +126,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("complex"), timeout=280)
 
 
-def test_they_train_under_each_strategy_as_alone(found: list[dict[str, Any]]) -> None:
-    assert of(found, "_each")[0] == pytest.approx(dict.fromkeys(STRATEGIES, 0.0), abs=1e-6)
-
-
-def test_scalars_gradients_are_averaged_in_a_dtype_that_holds_them(found: list[dict[str, Any]]) -> None:
-    for phase, temperature in of(found, "_scalars"):
-        assert phase == 2 + 3j
-        assert temperature == pytest.approx(1 + 1e-12, abs=1e-15)
-
-
-def test_they_are_summed_without_pairwise_exchange_too(found: list[dict[str, Any]]) -> None:
-    assert of(found, "_sums") == [[[2 + 1j] * 2] * 2] * 2
-
-
-def test_complex_among_real_ones_is_an_error_that_names_them(found: list[dict[str, Any]]) -> None:
-    for message in of(found, "_refused"):
-        assert "complex64 net.filter.weight" in message
-        assert "units: [net.blocks.0, net.blocks.1, net.filter]" in message
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_two_ranks(found: list[dict[str, Any]], check: Any) -> None:
+    of(found, check.__name__)
 
 
 def test_a_unit_of_several_dtypes_is_refused_with_units_that_have_one() -> None:

@@ -71,41 +71,48 @@ class UnusedModule(Module):
 # --- what runs on the ranks -------------------------------------------------------------------------------------
 
 
-def _tied(rank: int, world: int, folder: Path) -> Any:
+def tied_frozen_and_whole_number_parameters(rank: int, world: int, folder: Path) -> None:
     run, module = trainer(world, FSDPStrategy()), TiedModule()
     run.fit(module, mine(rank, world))
     weights = gather_full_weights(run)
-    units = run.strategy.engine.sharded.units
-    return (differ(weights, alone(TiedModule())), units, int(weights["net.calls"])) if rank == 0 else None
+    assert run.strategy.engine.sharded.units == ["net.blocks.0"]  # The other one shares its weight with the head.
+    assert rank or differ(weights, alone(TiedModule())) < 1e-6
+    assert rank or int(weights["net.calls"]) == STEPS
 
 
-def _unused(rank: int, world: int, folder: Path) -> Any:
+def unused_parameters_stay_as_they_are_and_rank_dependent_ones_get_their_mean(
+    rank: int, world: int, folder: Path
+) -> None:
     run, module = trainer(world, FSDPStrategy(find_unused=True)), UnusedModule()
     module.part = rank
     run.fit(module, mine(rank, world))
     weights = gather_full_weights(run)
-    return differ(weights, alone(UnusedModule(), parts=world)) if rank == 0 else 0.0
+    assert rank or differ(weights, alone(UnusedModule(), parts=world)) < 1e-6
 
 
-def _unused_in_halves(rank: int, world: int, folder: Path) -> Any:
+def unused_parameters_accumulate_with_gathered_halves(rank: int, world: int, folder: Path) -> None:
     """Gradients of the first micro-batches are accumulated in single precision; those of unused parameters are not."""
     strategy = FSDPStrategy(find_unused=True, param_dtype="bfloat16")
     run, module = trainer(world, strategy, precision="bf16-mixed", accumulate_grad_batches=2), UnusedModule()
     module.part = rank
     run.fit(module, mine(rank, world))
     weights = gather_full_weights(run)
-    return differ(weights, alone(UnusedModule(), parts=world, accumulate=2)) if rank == 0 else 0.0
+    assert rank or differ(weights, alone(UnusedModule(), parts=world, accumulate=2)) < 0.05
 
 
-def _named(rank: int, world: int, folder: Path) -> Any:
+def unused_parameters_are_named(rank: int, world: int, folder: Path) -> None:
     module = UnusedModule()
     module.part = rank
     with pytest.raises(DloError) as error:
         trainer(world, FSDPStrategy()).fit(module, mine(rank, world))
-    return str(error.value)
+    message = str(error.value)
+    assert rank or "net.now_and_then" in message
+    assert rank or "net.now_and_never" in message
+    assert "net.blocks.0.never.weight, net.blocks.0.never.bias" in message
+    assert "find_unused: true" in message
 
 
-def _evaluation(rank: int, world: int, folder: Path) -> Any:
+def evaluation_around_fits(rank: int, world: int, folder: Path) -> None:
     """Evaluates before, between, within and after fits, which go on from each other, with the same module."""
     module, loader = Module(), mine(rank, world)
     run = trainer(world, FSDPStrategy(), limit_val_batches=1.0, max_epochs=2)
@@ -123,20 +130,16 @@ def _evaluation(rank: int, world: int, folder: Path) -> Any:
     twice = Module()
     twice.load_state_dict(expected)
     weights = gather_full_weights(again)
-    return {
-        "evaluations": [float(loss) for loss in losses],
-        "found": found,
-        "predictions": float((predicted - of_reference).abs().max()),
-        "second fit": differ(weights, alone(twice)) if rank == 0 else 0.0,
-    }
+    assert found == pytest.approx([float(loss) for loss in losses], rel=1e-5)
+    assert float((predicted - of_reference).abs().max()) < 1e-5
+    assert rank or differ(weights, alone(twice)) < 1e-6
 
 
-def _other_options(rank: int, world: int, folder: Path) -> Any:
+def a_module_that_is_sharded_keeps_its_options(rank: int, world: int, folder: Path) -> None:
     module = Module()
     trainer(world, FSDPStrategy()).validate(module, mine(rank, world), verbose=False)
-    with pytest.raises(DloError) as error:
+    with pytest.raises(DloError, match="must be those of the earlier run that has sharded"):
         trainer(world, FSDPStrategy(offload=True)).fit(module, mine(rank, world))
-    return str(error.value)
 
 
 class Large(Module):
@@ -152,23 +155,33 @@ class Large(Module):
         self.norms = float(self.trainer.strategy.gradient_norm(optimizer)), float(exact)
 
 
-def _large_norm(rank: int, world: int, folder: Path) -> Any:
+def the_norm_of_a_large_gradient(rank: int, world: int, folder: Path) -> None:
     run, module = trainer(world, FSDPStrategy(), max_steps=1), Large()
     run.fit(module, mine(rank, world))
-    return module.norms
+    found, exact = module.norms
+    assert found == pytest.approx(exact, rel=1e-6)
 
 
-def _applied(rank: int, world: int, folder: Path) -> Any:
-    """FullyShard as strategies of users' own apply it."""
+def the_applier_shards_a_model_by_itself(rank: int, world: int, folder: Path) -> None:
+    """As strategies of users' own apply it."""
     torch.manual_seed(2)
     net = Net()
     whole = net(data()[0][0])
     FullyShard().apply(net, init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)), ParallelPlan.infer(net))
-    sharded = all(parameter.to_local().numel() < parameter.numel() for parameter in net.parameters())
-    return float((net(data()[0][0]) - whole).abs().max()), sharded
+    assert all(parameter.to_local().numel() < parameter.numel() for parameter in net.parameters())
+    assert float((net(data()[0][0]) - whole).abs().max()) < 1e-6
 
 
-CHECKS = (_applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _evaluation, _other_options)
+CHECKS = (
+    the_applier_shards_a_model_by_itself,
+    the_norm_of_a_large_gradient,
+    tied_frozen_and_whole_number_parameters,
+    unused_parameters_stay_as_they_are_and_rank_dependent_ones_get_their_mean,
+    unused_parameters_accumulate_with_gathered_halves,
+    unused_parameters_are_named,
+    evaluation_around_fits,
+    a_module_that_is_sharded_keeps_its_options,
+)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -223,49 +236,6 @@ def test_an_accelerator_gathers_halves_by_default_where_autocast_computes_in_the
     assert FullyShard(param_dtype="float32").options(*run).policy.param_dtype == torch.float32
 
 
-def test_the_applier_shards_a_model_by_itself(ranks: list[dict[str, Any]]) -> None:
-    for difference, sharded in of(ranks, "_applied"):
-        assert difference < 1e-6
-        assert sharded
-
-
-def test_the_norm_of_a_large_gradient(ranks: list[dict[str, Any]]) -> None:
-    for found, exact in of(ranks, "_large_norm"):
-        assert found == pytest.approx(exact, rel=1e-6)
-
-
-def test_tied_frozen_and_whole_number_parameters(ranks: list[dict[str, Any]]) -> None:
-    difference, units, calls = of(ranks, "_tied")[0]
-    assert difference < 1e-6
-    assert units == ["net.blocks.0"]  # The other one shares its weight with the head.
-    assert calls == STEPS
-
-
-def test_unused_parameters_stay_as_they_are_and_rank_dependent_ones_get_their_mean(ranks: list[dict[str, Any]]) -> None:
-    assert of(ranks, "_unused")[0] < 1e-6
-
-
-def test_unused_parameters_accumulate_with_gathered_halves(ranks: list[dict[str, Any]]) -> None:
-    assert of(ranks, "_unused_in_halves")[0] < 0.05
-
-
-def test_unused_parameters_are_named(ranks: list[dict[str, Any]]) -> None:
-    first, second = of(ranks, "_named")
-    assert "net.now_and_then" in first
-    assert "net.now_and_never" in first
-    for message in (first, second):
-        assert "net.blocks.0.never.weight, net.blocks.0.never.bias" in message
-        assert "find_unused: true" in message
-
-
-def test_evaluation_around_fits(ranks: list[dict[str, Any]]) -> None:
-    for found in of(ranks, "_evaluation"):
-        assert found["found"] == pytest.approx(found["evaluations"], rel=1e-5)
-        assert found["predictions"] < 1e-5
-        assert found["second fit"] < 1e-6
-
-
-def test_a_module_that_is_sharded_keeps_its_options(ranks: list[dict[str, Any]]) -> None:
-    assert all(
-        "must be those of the earlier run that has sharded" in message for message in of(ranks, "_other_options")
-    )
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_two_ranks(ranks: list[dict[str, Any]], check: Any) -> None:
+    of(ranks, check.__name__)

@@ -49,13 +49,15 @@ class Scaled(Module):
         ]
 
 
-def _scaled(rank: int, world: int, folder: Path) -> Any:
+def one_rank_that_overflows_makes_all_skip_the_step(rank: int, world: int, folder: Path) -> None:
     # The Trainer takes bf16 for fp16 on a CPU, but torch's autocast and loss scale do not need an accelerator.
     half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     run, module = trainer(world, FSDPStrategy(), plugins=[half]), Scaled()
     run.fit(module, mine(rank, world))
-    finite = all(bool(torch.isfinite(t).all()) for t in run.strategy.local_tensors())
-    return module.scales, module.seen, finite
+    assert module.scales == [65536.0, 32768.0, 32768.0, 32768.0]
+    assert module.seen[1] == module.seen[0]
+    assert module.seen[2] != module.seen[1]
+    assert all(bool(torch.isfinite(t).all()) for t in run.strategy.local_tensors())
 
 
 class Meta(Module):
@@ -71,15 +73,16 @@ class Meta(Module):
             self.was_meta = self.net.head.weight.is_meta
 
 
-def _meta(rank: int, world: int, folder: Path) -> Any:
-    weights, found = [], []
+def initialised_without_memory(rank: int, world: int, folder: Path) -> list[dict[str, Tensor]]:
+    """Returns the first weights, of units and of all as one."""
+    weights = []
     for number, options in enumerate(({}, {"units": [], "offload": True})):
         torch.manual_seed(11)
         run, module = trainer(world, FSDPStrategy(meta_init=True, **options)), Meta()
         if number:  # Something else has drawn random numbers.
             torch.rand(3)
         run.validate(module, mine(rank, world), verbose=False)
-        found.append(module.was_meta)
+        assert module.was_meta
         weights.append(gather_full_weights(run))
         if number == 0:
             run.fit(module, mine(rank, world))
@@ -89,19 +92,21 @@ def _meta(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy(meta_init=True)), Meta()
     run.validate(module, mine(rank, world), ckpt_path=folder / "meta.ckpt", verbose=False)
     loaded = gather_full_weights(run)
-    return found, weights, (differ(loaded, trained) if rank == 0 else 0.0), {n: w.std() for n, w in weights[0].items()}
+    assert rank or differ(loaded, trained) == 0
+    assert all(value.std() > 0.05 for value in weights[0].values())
+    return weights
 
 
-def _compiled(rank: int, world: int, folder: Path) -> Any:
+def blocks_are_compiled(rank: int, world: int, folder: Path) -> None:
     compiling = Compile(scope="blocks", backend="aot_eager")
     run = trainer(world, FSDPStrategy(recompute=True), callbacks=[compiling])
     run.fit(Module(), mine(rank, world))
     weights = gather_full_weights(run)
-    return (differ(weights, alone(Module())) if rank == 0 else 0.0), compiling.tally.graphs
+    assert rank or differ(weights, alone(Module())) < 1e-6
+    assert compiling.tally.graphs > 0
 
 
-def _accumulated(rank: int, world: int, folder: Path) -> Any:
-    found = {}
+def an_accumulation_goes_on_after_a_resume(rank: int, world: int, folder: Path) -> None:
     for name, options in (("local", {}), ("reduced", {"sync_every_micro_batch": True})):
         path = folder / f"{name}.ckpt"
         weights = []
@@ -110,8 +115,8 @@ def _accumulated(rank: int, world: int, folder: Path) -> Any:
             run = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=4, callbacks=callbacks)
             run.fit(Module(), mine(rank, world, 8), ckpt_path=resume)
             weights.append(gather_full_weights(run))
-        found[name] = differ(*weights) if rank == 0 else 0.0, run.global_step
-    return found
+        assert rank or differ(*weights) < 1e-6, name
+        assert run.global_step == 2
 
 
 class Stumbles(Module):
@@ -157,8 +162,8 @@ class Raises(Module):
         raise MemoryError
 
 
-def _stumbles(rank: int, world: int, folder: Path) -> Any:
-    found, weights, expected = {}, {}, {}
+def a_step_that_raised_leaves_nothing_behind(rank: int, world: int, folder: Path) -> None:
+    weights, expected = {}, {}
     for name, options, precision, accumulate, places in (
         ("kept", {"reshard_after_forward": False}, "32-true", 1, {0: "backward", 2: "forward", 3: "backward"}),
         ("ahead", {"forward_prefetch": 1, "backward_prefetch": 2}, "32-true", 1, {1: "backward", 2: "forward"}),
@@ -170,13 +175,10 @@ def _stumbles(rank: int, world: int, folder: Path) -> Any:
             run.fit(module, mine(rank, world))
             (weights if module is stumbling else expected)[precision] = gather_full_weights(run)
         assert stumbling.stumbled == list(places.values())
-        if rank == 0:
-            found[name] = differ(weights[precision], expected[precision])
-    try:
+        assert rank or differ(weights[precision], expected[precision]) < 1e-6, name
+    with pytest.raises(MemoryError) as raised:
         trainer(world, FSDPStrategy()).fit(Raises(), mine(rank, world))
-    except BaseException as error:  # Not one of FSDP2's, by dropping what is not there.
-        raised = type(error), type(error.__context__)
-    return found, raised
+    assert raised.value.__context__ is None  # Not one of FSDP2's, by dropping what is not there.
 
 
 class Lambs(Module):
@@ -193,9 +195,7 @@ class Adafactors(Module):
         return torch.optim.Adafactor(self.net.parameters(), lr=self.rate)
 
 
-def _resumed(rank: int, world: int, folder: Path) -> Any:
-    """Returns how far weights are from those of a run that was not stopped, whoever goes on."""
-    found = {}
+def others_go_on_from_its_checkpoints_and_it_from_theirs(rank: int, world: int, folder: Path) -> None:
     ways = (
         ("fsdp", FSDPStrategy),
         ("ddp", DataParallelStrategy),
@@ -212,8 +212,7 @@ def _resumed(rank: int, world: int, folder: Path) -> Any:
             other = trainer(world, make(), callbacks=[Watch(back, batch=6)] if name == "ddp" else [])
             other.fit(cls(), mine(rank, world, 8), ckpt_path=back if name == "back from ddp" else path)
             weights = gather_full_weights(other)
-            found[f"{cls.__name__}, {name}"] = differ(weights, expected) if rank == 0 else 0.0
-    return found
+            assert rank or differ(weights, expected) <= (0.0 if (cls, name) == (Module, "fsdp") else 1e-6), (cls, name)
 
 
 class Normed(Module):
@@ -226,7 +225,7 @@ class Normed(Module):
         net.stem = nn.Sequential(net.stem, nn.BatchNorm1d(WIDTH))
 
 
-def _batch_norm(rank: int, world: int, folder: Path) -> Any:
+def synchronised_batch_norms_come_before_the_first_sharding_and_stay(rank: int, world: int, folder: Path) -> None:
     """Evaluates, and sets up a fit: torch's synchronised norms do not train on a CPU."""
     run = trainer(world, FSDPStrategy(), sync_batchnorm=True, limit_train_batches=0, limit_val_batches=1.0)
     module, norms = Normed(), []
@@ -236,7 +235,9 @@ def _batch_norm(rank: int, world: int, folder: Path) -> Any:
     found = float(run.validate(module, mine(rank, world), verbose=False)[0]["val"])
     reference = Normed().eval()
     losses = [reference.loss(batch).detach() for batch in data()]
-    return norms, float(torch.stack(losses).mean()), found
+    assert len(norms[0]) == 3
+    assert norms[1] == norms[0]
+    assert found == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
 
 
 class Even(Module):
@@ -251,14 +252,13 @@ class Even(Module):
         self.held = self.trainer.strategy.state_bytes()
 
 
-def _traffic(rank: int, world: int, folder: Path) -> Any:
-    """Returns what passes in a step, and what a rank holds, both in units of psi."""
-    found = {}
-    for name, options, accumulate in (
-        ("plain", {}, 1),
-        ("kept", {"reshard_after_forward": False}, 1),
-        ("accumulated", {}, 4),
-        ("reduced", {"sync_every_micro_batch": True}, 4),
+def what_passes_and_what_a_rank_holds_is_what_the_paper_says(rank: int, world: int, folder: Path) -> None:
+    """All-gathers and reduce-scatters of a step, and bytes, both in units of psi."""
+    for options, accumulate, gathered, reduced in (
+        ({}, 1, 2, 1),
+        ({"reshard_after_forward": False}, 1, 1, 1),
+        ({}, 4, 8, 1),
+        ({"sync_every_micro_batch": True}, 4, 8, 4),
     ):
         run, module = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=accumulate), Even()
         run.fit(module, mine(rank, world, 8))
@@ -266,11 +266,22 @@ def _traffic(rank: int, world: int, folder: Path) -> Any:
         passed = {
             what: count / psi / run.global_step for what, count in run.strategy.engine.sharded.sharers.elements.items()
         }
-        found[name] = passed, {what: count / psi / 4 for what, count in module.held.items()}
-    return found
+        assert passed == {"all_gather": gathered, "reduce_scatter": reduced}
+        held = {what: count / psi / 4 for what, count in module.held.items()}
+        assert held["parameters"] == held["gradients"] == 0.5
+        assert held["optimizer"] == pytest.approx(1, abs=0.05)  # And a count of steps a parameter.
 
 
-CHECKS = (_scaled, _meta, _compiled, _accumulated, _stumbles, _traffic, _resumed, _batch_norm)
+CHECKS = (
+    one_rank_that_overflows_makes_all_skip_the_step,
+    initialised_without_memory,
+    blocks_are_compiled,
+    an_accumulation_goes_on_after_a_resume,
+    a_step_that_raised_leaves_nothing_behind,
+    what_passes_and_what_a_rank_holds_is_what_the_paper_says,
+    others_go_on_from_its_checkpoints_and_it_from_theirs,
+    synchronised_batch_norms_come_before_the_first_sharding_and_stay,
+)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -282,66 +293,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("fsdp"), timeout=280)
 
 
-def test_one_rank_that_overflows_makes_all_skip_the_step(ranks: list[dict[str, Any]]) -> None:
-    (scales, seen, finite), other = of(ranks, "_scaled")
-    assert scales == other[0]
-    assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
-    for weights in (seen, other[1]):
-        assert weights[1] == weights[0]
-        assert weights[2] != weights[1]
-    assert finite
-    assert other[2]
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_two_ranks(ranks: list[dict[str, Any]], check: Any) -> None:
+    of(ranks, check.__name__)
 
 
-def test_initialisation_without_memory(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
-    meta, weights, loaded, spread = of(ranks, "_meta")[0]
-    assert meta == [True] * 2
-    (one,) = run_distributed(_meta, 1, tmp_path)
-    for found in [*weights, *one[1]]:
+def test_first_weights_do_not_depend_on_the_number_of_ranks(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    weights = of(ranks, "initialised_without_memory")[0]
+    (one,) = run_distributed(initialised_without_memory, 1, tmp_path)
+    for found in [*weights, *one]:
         assert all(torch.equal(found[name], value) for name, value in weights[0].items())
-    assert loaded == 0
-    assert all(value > 0.05 for value in spread.values())
-
-
-def test_compiled_blocks(ranks: list[dict[str, Any]]) -> None:
-    difference, graphs = of(ranks, "_compiled")[0]
-    assert difference < 1e-6
-    assert graphs > 0
-
-
-def test_an_accumulation_goes_on_after_a_resume(ranks: list[dict[str, Any]]) -> None:
-    for difference, steps in of(ranks, "_accumulated")[0].values():
-        assert difference < 1e-6
-        assert steps == 2
-
-
-def test_a_step_that_raised_leaves_nothing_behind(ranks: list[dict[str, Any]]) -> None:
-    differences, raised = of(ranks, "_stumbles")[0]
-    assert {name: value for name, value in differences.items() if not value < 1e-6} == {}
-    assert len(differences) == 3
-    assert raised == (MemoryError, type(None))
-
-
-def test_what_passes_and_what_a_rank_holds_is_what_the_paper_says(ranks: list[dict[str, Any]]) -> None:
-    for found in of(ranks, "_traffic"):
-        assert found["plain"][0] == {"all_gather": 2, "reduce_scatter": 1}
-        assert found["kept"][0] == {"all_gather": 1, "reduce_scatter": 1}
-        assert found["accumulated"][0] == {"all_gather": 8, "reduce_scatter": 1}
-        assert found["reduced"][0] == {"all_gather": 8, "reduce_scatter": 4}
-        for _, held in found.values():
-            assert held["parameters"] == held["gradients"] == 0.5
-        assert found["plain"][1]["optimizer"] == pytest.approx(1, abs=0.05)  # and a count of steps a parameter
-
-
-def test_others_go_on_from_its_checkpoints_and_it_from_theirs(ranks: list[dict[str, Any]]) -> None:
-    found = of(ranks, "_resumed")[0]
-    assert len(found) == 5
-    assert {name: value for name, value in found.items() if not value < 1e-6} == {}
-    assert found["Module, fsdp"] == 0
-
-
-def test_synchronised_batch_norms_come_before_the_first_sharding_and_stay(ranks: list[dict[str, Any]]) -> None:
-    for (first, second), expected, found in of(ranks, "_batch_norm"):
-        assert len(first) == 3
-        assert second == first
-        assert found == pytest.approx(expected, rel=1e-6)

@@ -73,28 +73,30 @@ class Copied(Module):
         return Copying(self.parameters())
 
 
-def _copied(rank: int, world: int, folder: Path) -> list[str]:
-    told = []
+def state_of_a_constructor_that_cannot_be_divided_is_refused(rank: int, world: int, folder: Path) -> None:
     for name in ("zero1", "fsdp"):
         with pytest.raises(DloError) as error:
             trainer(world, STRATEGIES[name]()).fit(Copied(), mine(rank, world))
-        told.append(str(error.value))
-    return told
+        told = str(error.value)
+        assert "must be made in its first step, or be one value a tensor, got 'first' of '" in told
+        assert told.endswith("from Copying's constructor; make it in step()")
 
 
-def _ring(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Goes on under each strategy from a checkpoint of the one before; returns differences, and elements of state."""
-    expected, found = alone(Summed(), epochs=2), {}
+def each_strategy_goes_on_from_another_with_scalars_and_state_of_a_constructor(
+    rank: int, world: int, folder: Path
+) -> None:
+    """Each from a checkpoint of the one before."""
+    expected, held = alone(Summed(), epochs=2), {}
     for first, then in zip(STRATEGIES, [*list(STRATEGIES)[1:], "ddp"], strict=True):
         for name, epochs, path in ((first, 1, None), (then, 2, folder / f"{first}.ckpt")):
             run = trainer(world, STRATEGIES[name](), max_epochs=epochs)
             run.fit(Summed(), mine(rank, world), ckpt_path=path)
             run.save_checkpoint(folder / f"{name}.ckpt")
         weights = gather_full_weights(run)
-        found[f"{first}, then {then}"] = differ(weights, expected) if rank == 0 else 0.0
-        held = sum(value.numel() for o in run.optimizers for state in o.state.values() for value in state.values())
-        found[f"{then}, elements of state"] = held
-    return found
+        assert rank or differ(weights, expected) < 1e-6, (first, then)
+        states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+        held[then] = sum(value.numel() for state in states for value in state.values())
+    assert max(held[name] for name in ("zero1", "zero3", "fsdp")) <= 0.6 * held["ddp"]
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------
@@ -124,19 +126,17 @@ class Oddly(Module):
         net.register_buffer("scale", torch.full((1,), 1 + rank).expand(20_000))
 
 
-def _oddly(rank: int, world: int, folder: Path) -> dict[str, tuple[float, float, float]]:
-    found = {}
+def slices_and_expanded_buffers_are_shared_too(rank: int, world: int, folder: Path) -> None:
     for name, strategy in SHARING.items():
         run, module = trainer(world, strategy()), Oddly()
         run.fit(module, mine(rank, world))
         state = run.strategy.lightning_module_state_dict()
         part, scale = state["net.part"], state["net.scale"]
-        found[name] = float(part.abs().max()), float(scale.min()), float(scale.max())
-    return found
+        assert (float(part.abs().max()), float(scale.min()), float(scale.max())) == (0.0, 1.0, 1.0), name
 
 
-def _validated(rank: int, world: int, folder: Path) -> dict[str, tuple[float, float]]:
-    found = {}
+def a_run_validates_what_its_checkpoints_hold(rank: int, world: int, folder: Path) -> None:
+    found = set()
     for name, strategy in STRATEGIES.items():
         run, module = trainer(world, strategy(), limit_val_batches=1.0), Normed()
         run.fit(module, mine(rank, world), mine(rank, world))
@@ -147,8 +147,9 @@ def _validated(rank: int, world: int, folder: Path) -> dict[str, tuple[float, fl
             alone.load_state_dict(weights)
             with torch.no_grad():
                 losses = [float(alone.loss(batch)) for batch in data()]
-            found[name] = in_run, sum(losses) / len(losses)
-    return found
+            assert in_run == pytest.approx(sum(losses) / len(losses), abs=1e-6), name
+            found.add(round(in_run, 5))
+    assert rank or len(found) == 1
 
 
 # --- optimizers that share their state --------------------------------------------------------------------------
@@ -168,7 +169,8 @@ class Whole(Module):
         return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-5)
 
 
-def _redundancy(rank: int, world: int, folder: Path) -> Any:
+def zero_redundancy_optimizer(rank: int, world: int, folder: Path) -> tuple[int, float]:
+    """Saves it and goes on, with plain AdamW too; returns the bytes of its state on this rank and those reported."""
     report, module = StateReport(), Shared()
     run = trainer(world, DataParallelStrategy(), max_epochs=2, callbacks=[report])
     run.fit(module, mine(rank, world))
@@ -176,18 +178,27 @@ def _redundancy(rank: int, world: int, folder: Path) -> Any:
     half = trainer(world, DataParallelStrategy())
     half.fit(Shared(), mine(rank, world))
     half.save_checkpoint(folder / "half.ckpt")
-    found = {}
-    for name, make in (("its own", Shared), ("AdamW", Whole)):
+    for make in (Shared, Whole):
         resumed = trainer(world, DataParallelStrategy(), max_epochs=2)
         resumed.fit(make(), mine(rank, world), ckpt_path=folder / "half.ckpt")
         gathered = gather_full_weights(resumed)
-        found[name] = resumed.global_step, differ(gathered, weights) if rank == 0 else 0.0
-    reference = alone(Whole(), epochs=2) if rank == 0 else weights
-    return held, report.found.optimizer, found, differ(weights, reference) if rank == 0 else 0.0
+        assert resumed.global_step == 8
+        assert rank or differ(gathered, weights) < 1e-6
+    assert rank or differ(weights, alone(Whole(), epochs=2)) < 1e-6
+    return held, report.found.optimizer
+
+
+CHECKS = (
+    each_strategy_goes_on_from_another_with_scalars_and_state_of_a_constructor,
+    state_of_a_constructor_that_cannot_be_divided_is_refused,
+    a_run_validates_what_its_checkpoints_hold,
+    slices_and_expanded_buffers_are_shared_too,
+    zero_redundancy_optimizer,
+)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_ring, _copied, _validated, _oddly, _redundancy), rank, world, folder)
+    return found_by(CHECKS, rank, world, folder)
 
 
 @pytest.fixture(scope="module")
@@ -195,49 +206,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("ranks"), timeout=280)
 
 
-def test_each_strategy_goes_on_from_another_with_scalars_and_state_of_a_constructor(
-    ranks: list[dict[str, Any]],
-) -> None:
-    one, other = of(ranks, "_ring")
-    differences = {name: one[name] for name in one if ", then" in name}
-    assert len(differences) == len(STRATEGIES)
-    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)
-    for held in (one, other):
-        for name in ("zero1", "zero3", "fsdp"):
-            assert held[f"{name}, elements of state"] <= 0.6 * held["ddp, elements of state"]
-
-
-def test_state_of_a_constructor_that_cannot_be_divided_is_refused(ranks: list[dict[str, Any]]) -> None:
-    for told in of(ranks, "_copied")[0]:
-        assert "must be made in its first step, or be one value a tensor, got 'first' of '" in told
-        assert told.endswith("from Copying's constructor; make it in step()")
-
-
-def test_a_run_validates_what_its_checkpoints_hold(ranks: list[dict[str, Any]]) -> None:
-    found = of(ranks, "_validated")[0]
-    assert found.keys() == STRATEGIES.keys()
-    for name, (in_run, of_weights) in found.items():
-        assert in_run == pytest.approx(of_weights, abs=1e-6), name
-    assert len({round(in_run, 5) for in_run, _ in found.values()}) == 1
-
-
-def test_slices_and_expanded_buffers_are_shared_too(ranks: list[dict[str, Any]]) -> None:
-    for found in of(ranks, "_oddly"):
-        assert found == dict.fromkeys(SHARING, (0.0, 1.0, 1.0))
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_two_ranks(ranks: list[dict[str, Any]], check: Any) -> None:
+    of(ranks, check.__name__)
 
 
 def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(ranks: list[dict[str, Any]]) -> None:
     parameters = list(Module().parameters())
-    whole = 2 * 4 * sum(p.numel() for p in parameters) + STEP_BYTES * len(parameters)
-    bytes_held = [found[0] for found in of(ranks, "_redundancy")]
-    assert sum(bytes_held) == whole
-    assert min(bytes_held) > 0
-    assert {found[1] for found in of(ranks, "_redundancy")} == {float(max(bytes_held))}
-
-
-def test_zero_redundancy_optimizer_is_saved_and_goes_on_and_plain_adamw_with_its_state(
-    ranks: list[dict[str, Any]],
-) -> None:
-    _, _, resumed, difference = of(ranks, "_redundancy")[0]
-    assert difference < 1e-6
-    assert resumed == {name: (8, pytest.approx(0.0, abs=1e-6)) for name in ("its own", "AdamW")}
+    held, reported = zip(*of(ranks, "zero_redundancy_optimizer"), strict=True)
+    assert sum(held) == 2 * 4 * sum(p.numel() for p in parameters) + STEP_BYTES * len(parameters)
+    assert min(held) > 0
+    assert set(reported) == {float(max(held))}

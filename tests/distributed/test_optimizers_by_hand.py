@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,8 +126,7 @@ class Adversaries(LightningModule):
             self.untoggle_optimizer(optimizer)
 
 
-def _adversaries(rank: int, world: int, folder: Path) -> tuple[list[str], float]:
-    """Warnings of a run under plain ddp, and the difference of its weights from one process's."""
+def a_gan_trains_under_ddp_with_a_warning(rank: int, world: int, folder: Path) -> None:
     alone = Adversaries()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -146,11 +144,11 @@ def _adversaries(rank: int, world: int, folder: Path) -> tuple[list[str], float]
             alone.zero_grad()
             loss.mean().backward()
             optimizer.step()
-    return [str(one.message) for one in caught], differ(dict(module.named_parameters()), dict(alone.named_parameters()))
+    assert differ(dict(module.named_parameters()), dict(alone.named_parameters())) < 1e-6
+    assert rank or any("Adversaries optimizes by hand" in str(one.message) for one in caught)
 
 
-def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
-    found = {}
+def each_optimizer_steps_what_was_gathered_for_it(rank: int, world: int, folder: Path) -> None:
     for kind in (TwoTasks, WholeTensors):
         expected = kind().alone()
         for name, strategy in STRATEGIES.items():
@@ -158,22 +156,27 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
             run, module = trainer(world, strategy(), limit_val_batches=1, val_check_interval=2), kind()
             run.fit(module, mine(rank, world), mine(rank, world))
             weights = gather_full_weights(run)
-            found[f"{kind.__name__} {name}"] = differ(weights, expected) if rank == 0 else 0.0
-    return found
+            assert rank or differ(weights, expected) < 1e-6, (kind, name)
 
 
-def _parameters_without_gradients(rank: int, world: int, folder: Path) -> list[str]:
-    """Plain data parallelism that is told not to look for them wants all gradients in each backward."""
-    told = []
+def plain_data_parallelism_names_parameters_without_a_gradient(rank: int, world: int, folder: Path) -> None:
+    """It wants all gradients in each backward where it is told not to look for them."""
     for kind in (TwoTasks, Toggled):
         with pytest.raises(DloError) as error:
             trainer(world, DataParallelStrategy(find_unused_parameters=False)).fit(kind(), mine(rank, world))
-        told.append(str(error.value))
-    return told
+        assert "got none for slow.weight, slow.bias, probe.weight, probe.bias" in str(error.value)
+        assert "ddp_find_unused_parameters_true" in str(error.value)
+
+
+CHECKS = (
+    each_optimizer_steps_what_was_gathered_for_it,
+    plain_data_parallelism_names_parameters_without_a_gradient,
+    a_gan_trains_under_ddp_with_a_warning,
+)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_each, _parameters_without_gradients, _adversaries), rank, world, folder)
+    return found_by(CHECKS, rank, world, folder)
 
 
 @pytest.fixture(scope="module")
@@ -181,19 +184,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("by_hand"), timeout=280)
 
 
-def test_each_optimizer_steps_what_was_gathered_for_it(ranks: list[dict[str, Any]]) -> None:
-    differences = of(ranks, "_each")[0]
-    assert len(differences) == 2 * len(STRATEGIES)
-    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)
-
-
-def test_plain_data_parallelism_names_parameters_without_a_gradient(ranks: list[dict[str, Any]]) -> None:
-    for message in itertools.chain.from_iterable(of(ranks, "_parameters_without_gradients")):
-        assert "got none for slow.weight, slow.bias, probe.weight, probe.bias" in message
-        assert "ddp_find_unused_parameters_true" in message
-
-
-def test_a_gan_trains_under_ddp_with_a_warning(ranks: list[dict[str, Any]]) -> None:
-    (told, difference), *_ = of(ranks, "_adversaries")
-    assert difference == pytest.approx(0.0, abs=1e-6)
-    assert any("Adversaries optimizes by hand" in message for message in told)
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_two_ranks(ranks: list[dict[str, Any]], check: Any) -> None:
+    of(ranks, check.__name__)

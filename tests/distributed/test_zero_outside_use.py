@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.user_code import OutsideUse
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
+from support.fsdp_nets import WIDTH, Module, alone, differ, mine, trainer
 
 
 def penalty(weights: Any) -> Tensor:
@@ -54,40 +52,29 @@ class ByHand(AllPenalised):
         optimizer.step()
 
 
-def _each(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    found = {}
-    for kind in (Module, AllPenalised, OnePenalised, ByHand):
+BLOCKS = ["net.blocks.0", "net.blocks.1"]
+#: Which blocks each module's steps use outside of them.
+USED = {Module: [], AllPenalised: BLOCKS, OnePenalised: BLOCKS[1:], ByHand: BLOCKS}
+
+
+def _each(rank: int, world: int) -> None:
+    for kind, used in USED.items():
         run, module = trainer(world, ZeroStrategy(3), max_epochs=2, limit_val_batches=1), kind()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run.fit(module, mine(rank, world), mine(rank, world))
         said = [str(warning.message) for warning in told if "ZeRO stage 3" in str(warning.message)]
-        kept = [unit.name for unit in run.strategy.engine.gathering.units if unit.kept]
+        assert [unit.name for unit in run.strategy.engine.gathering.units if unit.kept] == used, kind
         resting = sum(group.full.untyped_storage().nbytes() for group in run.strategy.engine.groups)
+        assert resting == 0, kind  # Between steps nothing is gathered.
+        assert len(said) == (rank == 0 and bool(used)), kind
+        assert not said or all(block in said[0] for block in used), kind
         weights = gather_full_weights(run)
-        found[kind.__name__] = (differ(weights, alone(kind(), epochs=2)) if rank == 0 else 0.0, kept, said, resting)
-    return found
+        assert rank or differ(weights, alone(kind(), epochs=2)) < 1e-6, kind
 
 
-def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_each,), rank, world, folder)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("outside"), timeout=280)
-
-
-def test_what_a_step_uses_outside_its_block_is_kept_for_the_step(ranks: list[dict[str, Any]]) -> None:
-    blocks = ["net.blocks.0", "net.blocks.1"]
-    expected = {"Module": [], "AllPenalised": blocks, "OnePenalised": blocks[1:], "ByHand": blocks}
-    for rank, found in enumerate(of(ranks, "_each")):
-        for name, (difference, kept, said, resting) in found.items():
-            assert difference < 1e-6, name
-            assert kept == expected[name], name
-            assert resting == 0, name  # Between steps nothing is gathered.
-            assert len(said) == (rank == 0 and bool(kept)), name
-            assert not said or all(block in said[0] for block in kept)
+def test_what_a_step_uses_outside_its_block_is_kept_for_the_step() -> None:
+    run_distributed(_each, 2)
 
 
 def test_only_what_needs_values_counts_as_use() -> None:
