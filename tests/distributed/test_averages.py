@@ -55,10 +55,3 @@ def test_it_is_what_the_strategy_reduces_to_without_a_barrier() -> None:
         assert means[:4] == [277.75, 277.75, 10.0**rank, 2 * 10.0**rank]
         assert {kept for _, _, kept in found} == {10.0**rank}
         assert means[4] == pytest.approx((101 if rank % 2 == 0 else 1010) / 2)  # tp is the innermost axis
-
-
-def test_a_single_process_has_its_own() -> None:
-    value = torch.tensor(3.0)
-    assert mean_over_data(None, value) == 3
-    trainer: Any = SimpleNamespace(strategy=DDPStrategy())
-    assert mean_over_data(trainer, value) == 3

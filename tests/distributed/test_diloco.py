@@ -17,29 +17,13 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
-from dlo_plugins.compression.diloco import DiLoCo, OuterOptimizer
+from dlo_plugins.compression.diloco import DiLoCo
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.prune.callback import Prune
-from support.curricula_runs import apart, fit, images, refusal, same, saved_state, seeded
+from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
 from support.runs import Watch
 
 PERIOD, LR, MOMENTUM = 3, 0.7, 0.9
-
-
-def test_the_outer_step_is_torchs_nesterov():
-    weights = [torch.randn(3, 2), torch.randn(4)]
-    outer = OuterOptimizer(weights, LR, MOMENTUM)
-    theirs = [nn.Parameter(weight.clone()) for weight in weights]
-    sgd = torch.optim.SGD(theirs, lr=LR, momentum=MOMENTUM, nesterov=True)
-    for _ in range(4):
-        means = [torch.randn_like(weight) for weight in weights]
-        for parameter, mean in zip(theirs, means, strict=True):
-            parameter.grad = parameter.detach() - mean
-        expected = torch.cat([parameter.grad.flatten() for parameter in theirs]).norm()
-        sgd.step()
-        norm = outer.step([mean.clone() for mean in means], nn.utils.get_total_norm)
-        torch.testing.assert_close(norm, expected)
-        torch.testing.assert_close(outer.shared, [parameter.detach() for parameter in theirs])
 
 
 class Batches(Callback):
@@ -143,12 +127,6 @@ def test_it_is_replicas_by_hand(tmp_path):
     assert not torch.equal(local[0], local[1])  # The ranks trained by themselves.
 
 
-def _other_ranks(rank: int, world: int, folder: Path) -> None:
-    seeded()
-    with pytest.warns(UserWarning, match="the checkpoint has the weights and optimizer states of 2 ranks"):
-        fit(folder, images(), "auto", 1, [DiLoCo(PERIOD)], ckpt_path=folder / "two.ckpt", batches=4)
-
-
 def _two(rank: int, world: int, folder: Path) -> list[str]:
     seeded()
     fit(folder, images(), "ddp", 2, [DiLoCo(PERIOD), Watch(folder / "two.ckpt", 4, stops=True)], batches=4)
@@ -163,7 +141,9 @@ def _two(rank: int, world: int, folder: Path) -> list[str]:
 def test_another_number_of_ranks_continues_and_other_strategies_are_refused(tmp_path):
     for refusals in run_distributed(_two, 2, tmp_path, timeout=200):
         assert all("its ranks hold one copy of the model together" in text for text in refusals)
-    run_distributed(_other_ranks, 1, tmp_path, backend=None)
+    seeded()
+    with pytest.warns(UserWarning, match="the checkpoint has the weights and optimizer states of 2 ranks"):
+        fit(tmp_path, images(), "auto", 1, [DiLoCo(PERIOD)], ckpt_path=tmp_path / "two.ckpt", batches=4)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
@@ -177,14 +157,3 @@ def test_what_does_not_fit_is_refused(tmp_path):
     for other in (WeightEMA(0.9), Prune(amount=0.5), GradientCompression("bf16")):
         text = refusal(lambda other=other: fit(tmp_path, images(), "auto", 1, [DiLoCo(), other]))
         assert f"DiLoCo: {type(other).__name__} must be left out" in text
-
-
-def test_a_period_of_one_with_plain_averages_is_a_plain_run(tmp_path):
-    """With outer_lr 1 and no momentum, one rank's outer step changes nothing."""
-    homes = [tmp_path / name for name in ("plain", "outer")]
-    for home, callbacks in zip(homes, ([], [DiLoCo(2, 1.0, 0.0)]), strict=True):
-        home.mkdir()
-        seeded()
-        fit(home, images(), "auto", 1, callbacks)
-    states = [saved_state(home / "last.ckpt") for home in homes]
-    assert not {name: value for name, value in apart(*states).items() if value > 1e-5}

@@ -94,22 +94,22 @@ SAMPLED |= {"hsdp": partial(FSDPStrategy, replicate=2, shard=1), "deepspeed_2": 
 
 def test_distilled_language_models_equal_one_process() -> None:
     """The other strategies are columns of tests/composition."""
-    assert_parity(text, [case(DATA["zero3"], "zero3"), case(TP, "tp"), case(PP, "pp")], steps=2, rtol=1e-5)
+    found = [case(DATA["zero3"], "zero3"), case(TP, "tp"), case(PP, "pp")]
+    # Rows end early at different lengths, so that ranks finish at different steps of the generation.
+    found += [case(SAMPLED[name], name, samples=True, loss="jsd") for name in [*SAMPLED][:2]]
+    assert_parity(text, found, steps=2)
 
 
+@pytest.mark.slow
 def test_distilled_images_equal_one_process() -> None:
     """The other strategies are columns of tests/composition."""
     found = [case(DATA["zero3"], "zero3", mixed=True), case(PP, "pp, token", token=True, loss="hard")]
     assert_parity(images, found, steps=2, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "names", [[*SAMPLED][:2], pytest.param([*SAMPLED], marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_the_students_own_samples_equal_one_process(names: list[str]) -> None:
-    """Rows end early at different lengths, so that ranks finish at different steps of the generation."""
-    found = [case(SAMPLED[name], name, samples=True, loss="jsd") for name in names]
-    assert_parity(text, found, steps=2, rtol=1e-5)
+@pytest.mark.slow
+def test_the_students_own_samples_equal_one_process() -> None:
+    assert_parity(text, [case(made, name, samples=True, loss="jsd") for name, made in SAMPLED.items()], steps=2)
 
 
 @pytest.mark.slow

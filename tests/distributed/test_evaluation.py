@@ -46,76 +46,53 @@ SIZES = {
     4: [(9, 8), (6, 4), (1, 4), (14, 8), (3, 8)],
 }
 
-Case = tuple[str, str, int, int]
+#: Samples and batch sizes of a rank with torch's loader: shares that differ, one rank without a last batch, one without
+#: any sample.
+PLAIN_SIZES = [(9, 4), (5, 2), (3, 1), (1, 4)]
+#: Data by name; each but the first has torch's loaders.
+DATA: dict[str, Any] = {
+    "dlo's loader": Samples,
+    "Lightning's sampler": PlainSamples,
+    "an own sampler": partial(PlainSamples, own_sampler=True),
+    "workers": partial(PlainSamples, num_workers=1, persistent_workers=True),
+}
+OURS, LIGHTNINGS, *_ = DATA
+#: Data, strategy, kind of batches, samples and batch size.
+Case = tuple[str, str, str, int, int]
 
 
 def _all(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
     known = STRATEGIES | MESHES
-    return [measured(world, known[name](), *case) for name, *case in cases]
+    return [measured(world, known[name](), *case, data=DATA[data]) for data, name, *case in cases]
 
 
 def check(world: int, cases: list[Case]) -> None:
     by_rank = run_distributed(_all, world, cases, timeout=900)
-    for number, case in enumerate(cases):
-        expected = measured(1, "auto", *case[1:])
-        assert "val_loss" in expected
+    for number, (data, _, *case) in enumerate(cases):
+        expected = measured(1, "auto", *case, data=Samples if data == OURS else PlainSamples)
+        assert "val_loss" in expected or data != OURS
         for found in by_rank:
-            assert found[number] == pytest.approx(expected, rel=2e-5, abs=1e-6), case
+            assert found[number] == pytest.approx(expected, rel=2e-5, abs=1e-6), cases[number]
 
 
 def on_meshes(kinds: dict[str, list[str]]) -> list[Case]:
-    return [(mesh, kind, *sizes) for mesh, chosen in kinds.items() for kind in chosen for sizes in SIZES[2]]
+    return [(OURS, mesh, kind, *sizes) for mesh, chosen in kinds.items() for kind in chosen for sizes in SIZES[2]]
 
 
 def test_on_two_ranks_it_is_that_of_one() -> None:
     """Each kind of batch and each strategy, with one of the sizes."""
     pairs = [("ddp", kind) for kind in KINDS] + [("zero3", "columns")]
     pairs += [(name, kind) for name in STRATEGIES for kind in ("classes", "plain")]
-    check(2, [(*pair, *SIZES[2][i % 4]) for i, pair in enumerate(dict.fromkeys(pairs))])
-
-
-@pytest.mark.slow
-def test_on_four_ranks_it_is_that_of_one() -> None:
-    """Shares of all lengths, and the axes of meshes, each with a last batch of fewer samples than ranks."""
-    cases = [("zero3", "plain", *sizes) for sizes in SIZES[4]]
-    meshes = {"pp": "mse", "pp, gathered often": "classes", "tp": "classes", "cp": "tokens"}
-    check(4, cases + [(mesh, kind, *SIZES[2][i % 2]) for i, (mesh, kind) in enumerate(meshes.items())])
-
-
-#: Samples and batch sizes of a rank: shares that differ, one rank without a last batch, one without any sample.
-PLAIN_SIZES = [(9, 4), (5, 2), (3, 1), (1, 4)]
-PLAIN_DATA = {
-    "Lightning's sampler": PlainSamples,
-    "an own sampler": partial(PlainSamples, own_sampler=True),
-    "workers": partial(PlainSamples, num_workers=1, persistent_workers=True),
-}
-
-
-def _on_plain_loaders(rank: int, world: int, cases: list[Case], data: str) -> list[dict[str, float]]:
-    known = STRATEGIES | MESHES
-    return [measured(world, known[name](), *case, data=PLAIN_DATA[data]) for name, *case in cases]
-
-
-def check_plain(world: int, cases: list[Case], data: str) -> None:
-    by_rank = run_distributed(_on_plain_loaders, world, cases, data, timeout=900)
-    for number, case in enumerate(cases):
-        expected = measured(1, "auto", *case[1:], data=PlainSamples)
-        for found in by_rank:
-            assert found[number] == pytest.approx(expected, rel=2e-5, abs=1e-6), case
-
-
-@pytest.mark.parametrize("data", PLAIN_DATA)
-def test_torchs_loaders_repeat_no_sample_on_two_ranks(data: str) -> None:
-    pairs = [("ddp", "classes"), ("zero3", "mse"), ("zero3", "plain"), ("fsdp", "classes")]
-    if data != "Lightning's sampler":
-        pairs = [("zero3", "mse")] if data == "workers" else [("ddp", "mse"), ("zero3", "classes")]
-    check_plain(2, [(*pair, *PLAIN_SIZES[(i + k) % 4]) for i, pair in enumerate(pairs) for k in (0, 1)], data)
+    cases = [(OURS, *pair, *SIZES[2][i % 4]) for i, pair in enumerate(dict.fromkeys(pairs))]
+    plain = [("ddp", "classes"), ("zero3", "mse"), ("zero3", "plain"), ("fsdp", "classes")]
+    torchs = [(LIGHTNINGS, *pair) for pair in plain] + [("workers", "zero3", "mse")]
+    torchs += [("an own sampler", "ddp", "mse"), ("an own sampler", "zero3", "classes")]
+    check(2, cases + [(*one, *PLAIN_SIZES[(i + k) % 4]) for i, one in enumerate(torchs) for k in (0, 1)])
 
 
 @pytest.mark.slow
 def test_torchs_loaders_repeat_no_sample_on_a_mesh() -> None:
-    cases = [(mesh, "mse", *sizes) for mesh in ("pp", "tp") for sizes in PLAIN_SIZES[:3]]
-    check_plain(4, cases, "Lightning's sampler")
+    check(4, [(LIGHTNINGS, mesh, "mse", *sizes) for mesh in ("pp", "tp") for sizes in PLAIN_SIZES[:3]])
 
 
 @pytest.mark.slow
@@ -123,14 +100,13 @@ def test_torchs_loaders_repeat_no_sample_on_a_mesh() -> None:
 def test_torchs_loaders_under_every_strategy(world: int) -> None:
     kinds = ("mse", "classes", "dicts", "plain")
     own = [name for name in STRATEGIES if name != "lightning's ddp"]
-    cases = [(name, kind, *sizes) for name in own for kind in kinds for sizes in PLAIN_SIZES]
-    check_plain(world, cases, "Lightning's sampler")
+    check(world, [(LIGHTNINGS, name, kind, *sizes) for name in own for kind in kinds for sizes in PLAIN_SIZES])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_kind_under_every_strategy(world: int) -> None:
-    cases = [(name, kind, *sizes) for name in STRATEGIES for kind in KINDS for sizes in SIZES[world]]
+    cases = [(OURS, name, kind, *sizes) for name in STRATEGIES for kind in KINDS for sizes in SIZES[world]]
     if world == 4:
         cut = ["mse", "classes", "dicts", "whole"]
         cases += on_meshes({mesh: cut for mesh in MESHES if mesh != "cp"} | {"cp": ["tokens"]})
@@ -164,25 +140,27 @@ def test_loaders_in_parallel_repeat_a_sample_with_a_warning() -> None:
     assert not others, "rank 0 speaks for all"
 
 
-def _predicted(rank: int, world: int, cases: list[Case], folder: Path, data: Any = Samples) -> list[int]:
+def _predicted(rank: int, world: int, cases: list[Case], folder: Path) -> list[int]:
     counts = []
-    for number, (name, kind, *sizes) in enumerate(cases):
+    for number, (data, name, kind, *sizes) in enumerate(cases):
         callback = SavePredictions(folder / f"{number}.pt")
         run = trainer(world, (STRATEGIES | MESHES)[name](), callbacks=[callback])
-        parts = run.predict(KINDS[kind].module(), data(KINDS[kind], *sizes))
+        parts = run.predict(KINDS[kind].module(), DATA[data](KINDS[kind], *sizes))
         counts.append(sum(len(part["sums"] if isinstance(part, dict) else part) for part in parts))
     return counts
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) -> None:
+    """Under zero3 and fsdp a rank without a last batch of torch's loader would leave the others in their forward."""
     pairs = [(name, "mse") for name in STRATEGIES if name != "zero1"] + [("ddp", "plain"), ("zero3", "columns")]
-    cases = [(*pair, *SIZES[2][i % 4]) for i, pair in enumerate(pairs)]
+    cases = [(OURS, *pair, *SIZES[2][i % 4]) for i, pair in enumerate(pairs)]
+    cases += [(LIGHTNINGS, name, "mse", *sizes) for name in ("zero3", "fsdp") for sizes in PLAIN_SIZES[1:3]]
     if world == 4:
         cases = on_meshes({"pp": ["mse"]})
     counts = run_distributed(_predicted, world, cases, tmp_path)
-    for number, (_, kind, samples, batch_size) in enumerate(cases):
-        one = trainer(1, "auto").predict(KINDS[kind].module(), Samples(KINDS[kind], samples, batch_size))
+    for number, (data, _, kind, samples, batch_size) in enumerate(cases):
+        one = trainer(1, "auto").predict(KINDS[kind].module(), DATA[data](KINDS[kind], samples, batch_size))
         found = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         if kind == "columns":  # Dicts stay a list of batches.
             found, one = torch.cat([part["sums"] for part in found]), [part["sums"] for part in one]
@@ -202,7 +180,7 @@ def _indices(rank: int, world: int, names: list[str], size: tuple[int, int], dat
     for name in names:
         writer = Indices("epoch")
         run = trainer(world, STRATEGIES[name](), callbacks=[writer])
-        run.predict(KINDS["mse"].module(), PLAIN_DATA[data](KINDS["mse"], *size))
+        run.predict(KINDS["mse"].module(), DATA[data](KINDS["mse"], *size))
         found.append(writer.found)
     return found
 
@@ -212,14 +190,3 @@ def test_a_prediction_writer_gets_each_index_of_torchs_loader_once(data: str) ->
     by_rank = run_distributed(_indices, 2, ["ddp", "zero3"], (5, 2), data)
     for found in zip(*by_rank, strict=True):
         assert sorted(index for indices in found for index in indices) == list(range(5))
-
-
-def test_ranks_with_fewer_batches_of_torchs_loader_predict_with_the_others(tmp_path: Path) -> None:
-    """Under zero3 a rank without a last batch would leave the others waiting in their forward."""
-    cases = [(name, "mse", *sizes) for name in ("zero3", "fsdp") for sizes in PLAIN_SIZES[1:3]]
-    counts = run_distributed(_predicted, 2, cases, tmp_path, PlainSamples)
-    for number, (_, kind, samples, batch_size) in enumerate(cases):
-        one = trainer(1, "auto").predict(KINDS[kind].module(), PlainSamples(KINDS[kind], samples, batch_size))
-        found = torch.load(tmp_path / f"{number}.pt", weights_only=True)
-        torch.testing.assert_close(found, torch.cat(one), rtol=2e-5, atol=1e-5)
-        assert sum(ranks[number] for ranks in counts) == samples

@@ -57,13 +57,12 @@ def train(world_size: int, optimizer: str, name: str, save: Path, resume: Path |
 def runs(
     rank: int, world_size: int, jobs: list[tuple[str, Path, Path | None]], optimizer: str = "adamw"
 ) -> list[list[float]]:
-    found = [train(world_size, optimizer, *job) for job in jobs]
-    return found
+    return [train(world_size, optimizer, *job) for job in jobs]
 
 
 def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: Path) -> None:
     one = [("one", tmp_path / "one", None), ("one", tmp_path / "again", tmp_path / "one")]
-    (alone,) = run_distributed(runs, 1, one, backend=None)
+    alone = runs(0, 1, one)
     jobs = [(name, tmp_path / name, None) for name in ("ep", "ep over cp")]
     jobs += [("ep", tmp_path / "ep from one", tmp_path / "one"), ("zero3", tmp_path / "zero", tmp_path / "ep")]
     jobs += [("tp", tmp_path / "tp from ep", tmp_path / "ep over cp")]
@@ -73,8 +72,7 @@ def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: 
         assert losses == pytest.approx(alone[resume is not None], rel=1e-6), (name, resume)
         if resume is not None:
             check_same(resume, save)
-    back = [("one", tmp_path / "back", tmp_path / "ep over cp")]
-    ((losses,),) = run_distributed(runs, 1, back, backend=None)
+    losses = train(1, "adamw", "one", tmp_path / "back", tmp_path / "ep over cp")
     assert losses == pytest.approx(alone[1], rel=1e-6)
     check_same(tmp_path / "ep over cp", tmp_path / "back")
     saved = tensors(tmp_path / "ep")
@@ -87,7 +85,7 @@ def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_experts_that_ep_and_tp_both_cut_are_saved_in_full_shape(tmp_path: Path, optimizer: str) -> None:
     one = [("one", tmp_path / "one", None), ("one", tmp_path / "again", tmp_path / "one")]
-    (alone,) = run_distributed(runs, 1, one, optimizer, backend=None)
+    alone = runs(0, 1, one, optimizer)
     jobs = [("ep, tp", tmp_path / "both", None), ("ep, tp", tmp_path / "both from one", tmp_path / "one")]
     jobs += [("fsdp of four", tmp_path / "fsdp from both", tmp_path / "both")]
     found = run_distributed(runs, 4, jobs, optimizer, backend=None)[0]

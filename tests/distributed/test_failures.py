@@ -428,23 +428,22 @@ def test_signals_end_a_run_that_hangs_under_other_launchers(dlo, launcher, signu
 # --- a model called on one rank --------------------------------------------------------------------------------
 
 
+CALLED = "must be called on all ranks, got one on rank 0 in on_train_epoch_end of Fault (faulty.py:"
+READ = "must be used and written on all ranks alike, got a use in on_train_epoch_end of Fault on rank 0, while"
+
+
 @pytest.mark.parametrize(
-    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "pp", "deepspeed3"))]
+    ("strategy", "what", "message"),
+    [
+        ("zero3", "call", CALLED),
+        *(pytest.param(name, "call", CALLED, marks=pytest.mark.slow) for name in ("fsdp", "tp", "pp", "deepspeed3")),
+        pytest.param("zero3", "read", READ, marks=pytest.mark.slow),
+    ],
 )
-def test_a_model_that_one_rank_calls_by_itself_is_found_in_seconds(dlo, strategy):
-    end = fails(dlo, config(dlo.folder, strategy, fault="{what: call, at: epoch, rank: 0, after: 8}"), 40)
+def test_what_one_rank_does_by_itself_with_a_model_is_found_in_seconds(dlo, strategy, what, message):
+    end = fails(dlo, config(dlo.folder, strategy, fault=f"{{what: {what}, at: epoch, rank: 0, after: 8}}"), 40)
     assert end.code == 2
-    assert "must be called on all ranks, got one on rank 0 in on_train_epoch_end of Fault (faulty.py:" in end.last
-
-
-@pytest.mark.slow
-def test_a_weight_that_one_rank_reads_by_itself_is_found_in_seconds(dlo):
-    end = fails(dlo, config(dlo.folder, "zero3", fault="{what: read, at: epoch, rank: 0, after: 8}"), 40)
-    assert end.code == 2
-    assert (
-        "must be used and written on all ranks alike, got a use in on_train_epoch_end of Fault on rank 0, while"
-        in end.last
-    )
+    assert message in end.last
 
 
 # --- torchrun --------------------------------------------------------------------------------------------------

@@ -99,47 +99,28 @@ def ranks(folders: dict[str, str], request: pytest.FixtureRequest) -> list[dict[
     return run_distributed(_outputs, 2, folders, [case for case in CASES if case in asked], timeout=600)
 
 
-def each(cases: list[tuple[str, str]]) -> list[Any]:
-    """Returns the cases, those that are not run each time marked slow."""
-    return [case if case in SOME else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-@pytest.mark.parametrize(("name", "kind"), each(CASES))
-def test_outputs_equal_one_process(ranks: Any, folders: dict[str, str], name: str, kind: str) -> None:
-    shares = STRATEGIES[name][1]
-    for step, batch in enumerate(runs.batches(kind)):
-        whole = runs.expected_outputs(kind, Path(folders[kind]), batch)
-        for rank in range(2):
-            found = ranks[rank][f"{name} {kind}"]["outputs"][step]
-            if name == "pp" and rank == 0:
-                assert found is None
-                continue
-            torch.testing.assert_close(found, whole.chunk(shares)[rank * shares // 2], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "kind"), each([case for case in CASES if case[1] == "text"]))
-def test_the_head_gives_the_logits_of_one_process(ranks: Any, folders: dict[str, str], name: str, kind: str) -> None:
-    shares, batch = STRATEGIES[name][1], runs.batches(kind)[-1]
-    whole = runs.expected_logits(Path(folders[kind]), batch)
-    for rank in range(2):
-        if name == "pp" and rank == 0:
-            assert "logits" not in ranks[rank][f"{name} {kind}"]
-            continue
-        expected = whole.chunk(shares)[rank * shares // 2].flatten(0, 1)
-        torch.testing.assert_close(ranks[rank][f"{name} {kind}"]["logits"], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "kind"), each(CASES))
-def test_a_rank_holds_its_share_alone(ranks: Any, name: str, kind: str) -> None:
-    full = ranks[0][f"ddp {kind}"]["bytes"]
+@pytest.mark.parametrize(
+    ("name", "kind"), [case if case in SOME else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_outputs_and_logits_equal_one_process_and_a_rank_holds_its_share_alone(
+    ranks: Any, folders: dict[str, str], name: str, kind: str
+) -> None:
+    shares, batches = STRATEGIES[name][1], runs.batches(kind)
+    wholes = [runs.expected_outputs(kind, Path(folders[kind]), batch) for batch in batches]
+    share = 0.52 if name in HALVED else 0.75 if name in ("tp", "pp") else 1.01
     for rank in range(2):
         found = ranks[rank][f"{name} {kind}"]
-        if name in HALVED:
-            assert found["bytes"] <= 0.52 * full
-        elif name in ("tp", "pp"):
-            assert found["bytes"] <= 0.75 * full
-        else:
-            assert found["bytes"] <= 1.01 * full
+        assert found["bytes"] <= share * ranks[0][f"ddp {kind}"]["bytes"]
+        if name == "pp" and rank == 0:
+            assert found["outputs"] == [None] * len(batches)
+            assert "logits" not in found
+            continue
+        for output, whole in zip(found["outputs"], wholes, strict=True):
+            torch.testing.assert_close(output, whole.chunk(shares)[rank * shares // 2], rtol=1e-6, atol=1e-6)
+        if kind == "text":
+            logits = runs.expected_logits(Path(folders[kind]), batches[-1])
+            expected = logits.chunk(shares)[rank * shares // 2].flatten(0, 1)
+            torch.testing.assert_close(found["logits"], expected, rtol=1e-5, atol=1e-6)
 
 
 # --- an average of the student ---------------------------------------------------------------------------------

@@ -33,12 +33,10 @@ def test_each_option_and_optimizer_is_one_process() -> None:
         case("lamb", offload=True),
         case("orthogonal", accumulate=2),
         case("sgd", accumulate=2, trainer=CLIPPED),
+        case(accumulate=4, trainer=HALF),
+        case(param_dtype="bfloat16", trainer=HALF),
     ]
-    assert_parity(plain, cases, steps=3, rtol=1e-5)
-
-
-def test_half_precision_is_one_process_within_its_rounding() -> None:
-    assert_parity(plain, [case(accumulate=4, trainer=HALF), case(param_dtype="bfloat16", trainer=HALF)], steps=3)
+    assert_parity(plain, cases, steps=3)
 
 
 @pytest.mark.slow

@@ -56,13 +56,10 @@ def test_a_fused_step_gives_the_numbers_of_the_loop(name: str) -> None:
     "make",
     [
         lambda p: torch.optim.AdamW(p, foreach=True),
-        lambda p: torch.optim.AdamW(p, foreach=False),
         lambda p: torch.optim.AdamW(p, fused=False),
-        lambda p: torch.optim.AdamW(p, differentiable=True),
         lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
         lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1),
         lambda p: torch.optim.Adam([p[0], nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
-        lambda p: torch.optim.Adam([p[0], nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]),
         lambda p: torch.optim.RMSprop(p),
     ],
 )

@@ -28,8 +28,8 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "single": (texts, {"optimizer": "momentum", "optimizer_args": {}}, {"accumulate_grad_batches": 2}),
 }
 #: What runs each time: each kind of division. The composition table has the other strategies.
-SOME = {"images": ["zero2"], "texts": ["pp"], "full tensors": ["tp"], "single": ["deepspeed_3"]}
-OTHERS = {"texts": ["zero3_offload", "tp"]}
+SOME = {"texts": ["pp"], "full tensors": ["tp"]}
+OTHERS = {"images": ["zero2"], "texts": ["zero3_offload", "tp"], "single": ["deepspeed_3"]}
 
 
 class Fractions(DummyLogger):

@@ -317,21 +317,7 @@ def _with_copies(rank: int, world_size: int, folder: Path, names: list[str]) -> 
     found["param_dtype, evaluated"] = _copies(folder, "param_dtype", shards, **evaluated)
     # Masters of one layout are the weights of another one, which has none.
     found["moved"] = fit(2, folder, resume=folder / "param_dtype" / "1.ckpt", axes={"dp_shard": shards}, **HALF)
-    found["bytes"] = _bytes_of_copies(folder, shards)
     return found
-
-
-def _bytes_of_copies(folder: Path, dp_shard: int) -> tuple[float, int]:
-    """Returns the bytes of this rank's parameters after a run with `param_dtype`, and those of the description."""
-    options = {"strategy": {"appliers": [FullyShard(param_dtype="bfloat16")]}, "axes": {"dp_shard": dp_shard}, **HALF}
-    trainer = trainer_of(2, folder, **options)
-    trainer.fit(Regression(), loader())
-    described: Any = trainer.strategy.describe(Regression())  # type: ignore[attr-defined]
-    state = described.ranks[trainer.global_rank].state_bytes
-    versions = 2 if trainer.strategy.mesh_spec().coordinates(trainer.global_rank).pp == 0 else 1  # type: ignore[attr-defined]
-    held = trainer.strategy.local_tensors()  # type: ignore[attr-defined]
-    half = sum(t.numel() * 2 for t in held if t.dtype == torch.bfloat16)
-    return versions * half + sum(t.numel() * 4 for t in held if t.dtype == torch.float32), state.parameters
 
 
 @pytest.mark.timeout(280)
@@ -368,8 +354,6 @@ def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(
     for one in found:
         assert all(map(torch.equal, one["param_dtype, evaluated"][0], one["param_dtype"][0]))
         assert len(one["moved"][0]) == BATCHES - 1
-        held, described = one["bytes"]
-        assert held == described
 
 
 def _with_others(rank: int, world_size: int, folder: Path, names: list[str]) -> Any:
@@ -380,7 +364,7 @@ def _with_others(rank: int, world_size: int, folder: Path, names: list[str]) -> 
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("names", [["dp_shard", "tp"], pytest.param([*BESIDE], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["dp_shard"], pytest.param([*BESIDE], marks=pytest.mark.slow)])
 def test_it_goes_with_data_and_tensor_parallelism(tmp_path: Path, names: list[str]) -> None:
     ranks = run_distributed(_with_others, 4, tmp_path, names, backend=None, timeout=280, group_timeout=90)
     for name in names:

@@ -26,7 +26,20 @@ ROWS = 8
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
 
 
-def llm(family: str = "llama", layers: int = 4, micro_batches: int = 1, **options: Any) -> tuple[Any, Any]:
+class FullAdagrad(torch.optim.Adagrad):
+    """Optimizer of full tensors whose constructor makes state."""
+
+    needs_full_tensors = True
+
+
+class WithFullAdagrad(CausalLM):
+    def configure_optimizers(self) -> Any:
+        return FullAdagrad(self.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+
+
+def llm(
+    family: str = "llama", layers: int = 4, micro_batches: int = 1, kind: type[CausalLM] = CausalLM, **options: Any
+) -> tuple[Any, Any]:
     config = {
         "model_type": family,
         **FAMILIES[family],
@@ -36,7 +49,7 @@ def llm(family: str = "llama", layers: int = 4, micro_batches: int = 1, **option
         config |= {"attn_pdrop": 0.0}
     # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
     more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
-    return CausalLM(config=config, **more), Tokens(micro_batches, rows=ROWS)
+    return kind(config=config, **more), Tokens(micro_batches, rows=ROWS)
 
 
 def vit(qk_norm: bool = False, optimizer: str = "adamw", **options: Any) -> tuple[Any, Any]:
@@ -72,6 +85,7 @@ TWO: tuple[dict[str, Any], ...] = (
     {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
 )
+RECOMPUTED = {"appliers": [ActivationCheckpoint()]}
 ASYNC: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "async_tp": True}
 SHARED: tuple[dict[str, Any], ...] = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 SCHEDULES: tuple[dict[str, Any], ...] = tuple(
@@ -88,55 +102,23 @@ THREES = tuple(
 def test_two_ranks_train_a_language_model_as_one_process() -> None:
     """What the tests below do not combine with more; a slow test has all, for each family."""
     some = [of for of in SCHEDULES if of["schedule"] in ("Interleaved1F1B", "ZBV")]
-    assert_parity(llm, cases(TWO[-1], ASYNC, *SHARED, *some), steps=2)
-
-
-class FullAdagrad(torch.optim.Adagrad):
-    """Optimizer of full tensors whose constructor makes state."""
-
-    needs_full_tensors = True
-
-
-class WithFullAdagrad(CausalLM):
-    def configure_optimizers(self) -> Any:
-        return FullAdagrad(self.parameters(), lr=1e-2, initial_accumulator_value=0.1)
-
-
-def full_tensors(optimizer: str, **options: Any) -> tuple[Any, Any]:
-    if optimizer != "adagrad":
-        return llm(layers=2, optimizer=optimizer, **options)
-    config = {"model_type": "llama", **FAMILIES["llama"], "num_hidden_layers": 2}
-    return WithFullAdagrad(config=config), Tokens(1, rows=ROWS)
-
-
-def test_optimizers_of_full_tensors_train_under_tp_as_in_one_process() -> None:
-    """The first makes its state in a step, the other one in its constructor."""
-    found = cases({"tp": 2, "sequence_parallel": True}, trainer={"gradient_clip_val": 0.5}, optimizer="lamb")
-    assert_parity(full_tensors, [*found, *cases({"tp": 2}, optimizer="adagrad")], steps=2)
-
-
-RECOMPUTED = {"appliers": [ActivationCheckpoint()]}
-TOGETHER = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-
-
-def test_what_else_a_run_has_goes_with_it() -> None:
+    found = cases(TWO[-1], ASYNC, *SHARED, *some)
+    # What else a run has goes with it.
     kept = {"appliers": [FullyShard(reshard_after_forward=True)]}
-    found = cases({"tp": 2, **RECOMPUTED}, {"dp_shard": 2, **kept}, trainer=TOGETHER, micro_batches=2)
-    found += cases({"pp": 2, **RECOMPUTED, "split": [3, 1], "micro_batches": 8}, trainer=TOGETHER, micro_batches=2)
+    together = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    stages = {"pp": 2, **RECOMPUTED, "split": [3, 1], "micro_batches": 8}
+    found += cases({"tp": 2, **RECOMPUTED}, {"dp_shard": 2, **kept}, stages, trainer=together, micro_batches=2)
+    # Optimizers of full tensors: the first makes its state in a step, the other one in its constructor.
+    found += cases(TWO[-1], trainer={"gradient_clip_val": 0.5}, optimizer="lamb", layers=2)
+    found += cases({"tp": 2}, kind=WithFullAdagrad, layers=2)
+    # Micro-batches of a pipeline and blocks that are recomputed are told the documents of packed rows.
+    found += cases({"pp": 2, **RECOMPUTED}, {"cp": 2}, attention="dlo_varlen")
     assert_parity(llm, found, steps=2)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        ({"pp": 2, **RECOMPUTED}, {"cp": 2}),
-        pytest.param(({"tp": 2, "sequence_parallel": True}, {"dp_shard": 2, **RECOMPUTED}), marks=pytest.mark.slow),
-    ],
-    ids=["some", "others"],
-)
-def test_packed_attention_without_a_mask_goes_with_every_axis(axes: Any) -> None:
-    """Micro-batches of a pipeline, blocks that are recomputed and divided heads are told their documents."""
-    assert_parity(llm, cases(*axes, attention="dlo_varlen"), steps=2)
+@pytest.mark.slow
+def test_packed_attention_without_a_mask_goes_with_the_other_axes() -> None:
+    assert_parity(llm, cases(TWO[-1], {"dp_shard": 2, **RECOMPUTED}, attention="dlo_varlen"), steps=2)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +152,8 @@ def test_copies_of_ranks_that_share_sequences_train_as_one_process() -> None:
 
 @pytest.mark.slow
 def test_asynchronous_tensor_parallelism_goes_with_every_axis() -> None:
-    again = {"appliers": [ActivationCheckpoint()]}
     shard, stages = {**ASYNC, "dp_shard": 2}, {**ASYNC, "pp": 2}
-    axes = (shard, {**shard, **again}, stages, {**stages, "schedule": "ZBH1", **again}, {**ASYNC, "cp": 2})
+    axes = (shard, {**shard, **RECOMPUTED}, stages, {**stages, "schedule": "ZBH1", **RECOMPUTED}, {**ASYNC, "cp": 2})
     assert_parity(llm, cases(*axes, {"tp": 2, "dp_shard": 2, "async_tp": 2}), world_size=4, steps=2, timeout=900)
     assert_parity(vit, cases(shard, stages), world_size=4, steps=2, timeout=900)
     assert_parity(llm, cases(shard, trainer={"precision": "bf16-mixed"}), world_size=4, steps=2, rtol=0.02)

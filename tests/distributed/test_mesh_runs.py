@@ -16,12 +16,10 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
-from dlo_framework.run.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import checksums, gather_full_weights
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.pipeline.timeline import PipelineTimeline
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
@@ -33,17 +31,10 @@ from support.trainers import quiet_trainer
 
 STRATEGIES = {
     "one": lambda: "auto",
-    "tp x pp": partial(MeshStrategy, tp=2, pp=2, dp_shard=1, micro_batches=4),
-    "zero3": partial(ZeroStrategy, 3),
-    "cp x dp": partial(MeshStrategy, cp=2, dp_shard=2),
-    "pp x dp": partial(MeshStrategy, pp=2, dp_shard=2, micro_batches=4, schedule="ZBV"),
-    "tp x dp": partial(MeshStrategy, tp=2, dp_shard=2, sequence_parallel=True),
     "pp": partial(MeshStrategy, pp=2, dp_shard=1, micro_batches=4),
     "tp": partial(MeshStrategy, tp=2, dp_shard=1),
     "cp": partial(MeshStrategy, cp=2, dp_shard=1),
 }
-#: Who takes a run up from whom, with how many steps more.
-CHAIN, STEPS = ("tp x pp", "zero3", "cp x dp", "pp x dp", "tp x dp"), 3
 #: Which leave each rank a part of the layers; the others cut parameters, or batches, and have tests of their own.
 CUTS_LAYERS = ("pp", "tp")
 
@@ -56,10 +47,9 @@ def text(folder: Path) -> TextData:
     return TextData(str(file), cache_dir=str(folder / "cache"), seq_len=32, batch_size=16, **options)
 
 
-def language_model(optimizer: str = "adamw") -> CausalLM:
+def language_model() -> CausalLM:
     sizes = {**FAMILIES["qwen3"], "num_hidden_layers": 4, "vocab_size": 320}
     options: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, "schedule": "constant"}
-    options["optimizer"] = optimizer
     return CausalLM(config={"model_type": "qwen3", **sizes}, **options)
 
 
@@ -73,43 +63,6 @@ def trainer(world_size: int, name: str, made: Any = None, **options: Any) -> Tra
     run = quiet_trainer(devices=world_size, strategy=made or STRATEGIES[name](), **settings | options)
     use_canonical_checkpoints(run)
     return run
-
-
-def fit(
-    world_size: int,
-    name: str,
-    folder: Path,
-    steps: int,
-    save: Path | None,
-    resume: Path | None,
-    optimizer: str = "adamw",
-) -> list[float]:
-    seed_everything(7, workers=True, verbose=False)
-    losses = Watch(save, steps)
-    run = trainer(world_size, name, max_steps=steps, callbacks=[losses, ExactResume()])
-    run.fit(language_model(optimizer), datamodule=text(folder), ckpt_path=resume)
-    return losses.losses
-
-
-def _chain(rank: int, world_size: int, folder: Path, optimizer: str) -> list[list[float]]:
-    found, before = [], None
-    for number, name in enumerate(CHAIN):
-        after = folder / f"{number}.ckpt"
-        found.append(fit(world_size, name, folder, STEPS * (number + 1), after, before, optimizer))
-        before = after
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(tmp_path: Path, optimizer: str) -> None:
-    """LAMB steps full tensors, which tp ranks join from their slices."""
-    steps, last = STEPS * (len(CHAIN) + 1), tmp_path / f"{len(CHAIN) - 1}.ckpt"
-    whole = fit(1, "one", tmp_path, steps, None, None, optimizer)
-    links = run_distributed(_chain, 4, tmp_path, optimizer, backend=None)[0]
-    links.append(fit(1, "one", tmp_path, steps, None, last, optimizer))
-    assert [len(link) for link in links] == [STEPS] * len(links)
-    assert [loss for link in links for loss in link] == pytest.approx(whole, rel=1e-6)
 
 
 SCHEDULE = """

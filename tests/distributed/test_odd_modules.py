@@ -188,7 +188,7 @@ SOME: dict[str, tuple[str, ...]] = {
     ids=["some", "all"],
 )
 def test_each_odd_module_equals_one_process_or_is_refused(tmp_path: Path, chosen: Any) -> None:
-    """Trains all; `DLO_ODD_ONLY="L2,tp"` selects some, and `DLO_ODD_OUT` names a file for the outcomes."""
+    """Trains all; `DLO_ODD_ONLY="L2,tp"` selects some."""
     only = os.environ.get("DLO_ODD_ONLY", "").split(",")
     strategies, names = ([one for one in every if one in only] or [*every] for every in (chosen, MODULES))
     cells = [(n, one) for one in strategies for n in chosen[one] if n in names and one in MODULES[n].strategies]
@@ -202,8 +202,6 @@ def test_each_odd_module_equals_one_process_or_is_refused(tmp_path: Path, chosen
         done = 1 + max(n for n, (name, one) in enumerate(left) if (tmp_path / f"{one}-{name}.0").exists())
         found |= {f"{name} | {one}": judge(name, one, tmp_path, expected) for name, one in left[:done]}
         left = left[done:]
-    if out := os.environ.get("DLO_ODD_OUT"):
-        Path(out).write_text("\n".join(f"{cell} | {outcome}" for cell, outcome in found.items()))
     counts = Counter(outcome.partition(":")[0] for outcome in found.values())
     wrong = {cell: outcome for cell, outcome in found.items() if outcome != "equal" and not outcome.startswith("refus")}
     assert not wrong, f"{counts}\n" + "\n".join(f"{cell}: {outcome[:300]}" for cell, outcome in wrong.items())

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlo_framework.testing import run_distributed
 from dlo_plugins.compression.ddp_hooks import PowerSGD, PowerSGDHook
 
-STEPS = 15
+STEPS = 6
 
 
 def _train(world_size: int, bucket_mb: float) -> torch.Tensor:

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _alone(rank: int, world_size: int, folder: Path, optimizer: str, names: list[str]) -> None:
+def train_alone(folder: Path, optimizer: str, names: list[str]) -> None:
     for name in names:
         home = folder / name.replace(":", "_")
         home.mkdir()
@@ -51,13 +51,13 @@ TOGETHER = SOME[1:]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    run_distributed(_alone, 1, folder, "adamw", SOME, backend=None)
+    train_alone(folder, "adamw", SOME)
     return folder
 
 
 @pytest.fixture(scope="module")
 def others_alone(alone) -> Path:
-    run_distributed(_alone, 1, alone, "adamw", [name for name in SETTINGS if name not in SOME], backend=None)
+    train_alone(alone, "adamw", [name for name in SETTINGS if name not in SOME])
     return alone
 
 
@@ -110,7 +110,7 @@ def test_an_optimizer_of_full_tensors_keeps_pruned_weights_at_zero(tmp_path, str
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     names = ["magnitude", "2:4"]
-    run_distributed(_alone, 1, tmp_path / "one", "muon", names, backend=None, timeout=600)
+    train_alone(tmp_path / "one", "muon", names)
     found = run_distributed(_together, 2, tmp_path / "two", strategy, names, "muon", timeout=900)
     assert found == [dict.fromkeys(names, 0)] * 2
     for name in names:
@@ -159,7 +159,7 @@ def test_one_strategy_resumes_the_masks_of_another(tmp_path):
     run_distributed(_stopped, 2, tmp_path / "one", "zero3", "movement", timeout=300)
     path = tmp_path / "one" / "last.ckpt"
     assert run_distributed(_resumed, 2, tmp_path / "two", "tp", "movement", path, timeout=300) == [0, 0]
-    run_distributed(_resumed, 1, tmp_path / "three", "auto", "movement", path, timeout=300, backend=None)
+    _resumed(0, 1, tmp_path / "three", "auto", "movement", path)
     two, three = tmp_path / "two" / "last.ckpt", tmp_path / "three" / "last.ckpt"
     assert differing(masks_of(two), masks_of(three)) == 0
     weights, others = weights_of(two), weights_of(three)

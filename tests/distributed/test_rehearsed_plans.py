@@ -171,10 +171,7 @@ def trained(kind: str, jobs: list[tuple[str, str]]) -> Iterator[tuple[list[float
 
 
 def sweep(kind: str, names: list[str], meshes: list[str]) -> dict[str, str]:
-    """Returns for each model and mesh `refused: why`, `runs`, or what is wrong.
-
-    A report of what is known so far is written to the file `DLO_SWEEP_REPORT`.
-    """
+    """Returns for each model and mesh `refused: why`, `runs`, or what is wrong."""
     found: dict[str, str] = {}
     alone: dict[str, list[float]] = {}
     with ProcessPoolExecutor(2, mp_context=process_context()) as checkers:
@@ -183,18 +180,11 @@ def sweep(kind: str, names: list[str], meshes: list[str]) -> dict[str, str]:
         ):
             found |= verdicts
             alone[name] = losses
-            _report(found)
     accepted = [(name, mesh) for name in names for mesh in meshes if found.get(f"{name}/{mesh}") == ""]
     for (name, mesh), (losses, error) in zip(accepted, trained(kind, accepted), strict=True):
         wrong = error or _difference(losses, alone[name])
         found[f"{name}/{mesh}"] = f"wrong: {wrong}" if wrong else "runs"
-        _report(found)
     return found
-
-
-def _report(found: dict[str, str]) -> None:
-    if path := os.environ.get("DLO_SWEEP_REPORT"):
-        Path(path).write_text(json.dumps(found, indent=1))
 
 
 def _difference(losses: list[float], expected: list[float]) -> str:

@@ -46,9 +46,10 @@ def vit() -> tuple[Any, Any]:
     return task, DigitsData(image_size=16, batch_size=ROWS, val_fraction=0.01)
 
 
-def mesh(**options: Any) -> Case:
+def mesh(pattern: SparsityPattern | None = None, **options: Any) -> Case:
     more = {"micro_batches": 4} if options.get("pp", 1) > 1 else {}
-    return Case(partial(MeshStrategy, **{"dp_shard": 1, **more, **options}), name=str(options))
+    arguments = {} if pattern is None else {"pattern": pattern}
+    return Case(partial(MeshStrategy, **{"dp_shard": 1, **more, **options}), arguments, name=f"{pattern} {options}")
 
 
 MESHES = ({"tp": 2, "sequence_parallel": True}, {"pp": 2})
@@ -56,12 +57,9 @@ SHARED = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 
 
 def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
-    assert_parity(llm, [mesh(**axes) for axes in (*MESHES, SHARED[0])], steps=2, rtol=1e-5)
-
-
-def test_a_prefix_is_seen_by_all_where_ranks_share_the_sequence() -> None:
-    """Keys of the prefix come after queries, in the same chunk and in later ones; its targets have no loss."""
-    assert_parity(partial(llm, Prefix(13, block=3)), [mesh(**SHARED[1])], steps=2, rtol=1e-5)
+    # Keys of a prefix come after queries, in the same chunk and in later ones; its targets have no loss.
+    prefix = mesh(Prefix(13, block=3), **SHARED[1])
+    assert_parity(llm, [*(mesh(**axes) for axes in (*MESHES, SHARED[0])), prefix], steps=2)
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "names",
-    [["tp, sequence", "cp", "pp, interleaved"], pytest.param(list(AXES), marks=pytest.mark.slow)],
+    [["tp, sequence", "pp, interleaved"], pytest.param(list(AXES), marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_weights_are_the_same_where_messages_along_the_axes_of_a_mesh_arrive_late(names: list[str]) -> None:

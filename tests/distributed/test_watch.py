@@ -68,17 +68,6 @@ def test_the_first_failure_reaches_all_and_counts_for_all():
         assert told == [[own], [own], []]
 
 
-@pytest.mark.parametrize("dying", [1, 0])
-def test_a_process_that_dies_is_named(dying):
-    with ranks(2) as (watches, told, _):
-        other = 1 - dying
-        for peer in watches[dying]._peers:
-            peer.connection.shutdown(socket.SHUT_RDWR)  # What the system does when a process is killed.
-        wait_until(lambda: told[other])
-        assert told[other][0].rank == dying
-        assert "ended without a message" in told[other][0].summary
-
-
 def test_a_silent_rank_is_named_and_one_that_beats_is_not():
     with ranks(2, limit=LIMIT) as (_, told, address):
         time.sleep(2 * LIMIT)
