@@ -19,7 +19,6 @@ def _refuse_state_dict(*_):
     ("name", "blocks", "stem", "head"),
     [
         ("vit_small_patch16_224", 12, {"cls_token", "pos_embed", "patch_embed"}, {"norm", "head"}),
-        ("deit3_base_patch16_224", 12, {"cls_token", "pos_embed", "patch_embed"}, {"norm", "head"}),
         (
             "vit_medium_patch16_reg4_gap_256",
             12,
@@ -30,10 +29,8 @@ def _refuse_state_dict(*_):
         ("vit_so400m_patch14_siglip_224", 27, {"pos_embed", "patch_embed"}, {"norm", "attn_pool"}),
         ("vit_small_patch16_18x2_224", 18, None, None),
         ("coatnet_0_rw_224", 2 + 3 + 7 + 2, {"stem"}, {"norm", "head"}),
-        ("coatnet_rmlp_nano_rw_224", 16, {"stem"}, {"norm", "head"}),
         ("maxvit_tiny_tf_224", 11, {"stem"}, {"head"}),
         ("resnet50", 16, {"conv1", "bn1"}, {"fc"}),
-        ("resnetblur50", 16, {"conv1", "bn1", "maxpool"}, {"fc"}),
         ("mixer_b16_224", 12, {"stem"}, {"norm", "head"}),
         ("swin_tiny_patch4_window7_224", 4, {"patch_embed"}, {"norm", "head"}),
         ("convnext_tiny", 4, {"stem"}, {"head"}),
