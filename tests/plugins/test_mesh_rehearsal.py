@@ -268,7 +268,7 @@ def test_a_copy_with_fake_tensors_shares_what_objects_hold():
     [
         pytest.param("beam", "tp", None, marks=pytest.mark.slow),  # a bias of its gate for each head
         pytest.param("granite_swa", "tp", None, marks=pytest.mark.slow),  # a sink for each head
-        ("bart", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight.* init_args: {find_unused: true}"),
+        pytest.param("bart", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight", marks=pytest.mark.slow),
         pytest.param("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules", marks=pytest.mark.slow),
         # Its attention, which adds a mask of its own, gets full sequences.
         pytest.param("doge", "cp", None, marks=pytest.mark.slow),

@@ -109,7 +109,7 @@ def test_pair_and_elem_mode_equal_timm_for_given_parameters(mode, how):
     torch.testing.assert_close(found, expected_targets, rtol=0, atol=1e-6)
 
 
-DRAWS = 20_000
+DRAWS = 5_000
 
 
 def timms_parameters(recipe):

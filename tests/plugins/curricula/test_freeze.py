@@ -128,9 +128,9 @@ def test_a_frozen_block_has_no_graph(tmp_path):
     assert [sorted(step) for step in seen[:6]] == [[], [3], [2, 3], [1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-def test_a_run_resumes_in_the_middle(tmp_path: Path):
-    for name in ("freeze_out", "unfreeze"):
-        check_resume(tmp_path / name, CASES[name][0], images, batches=8, accumulate_grad_batches=2)
+@pytest.mark.parametrize("name", ["freeze_out", pytest.param("unfreeze", marks=pytest.mark.slow)])
+def test_a_run_resumes_in_the_middle(tmp_path: Path, name: str):
+    check_resume(tmp_path, CASES[name][0], images, batches=8, accumulate_grad_batches=2)
 
 
 def test_runs_that_do_not_fit_are_refused(tmp_path):

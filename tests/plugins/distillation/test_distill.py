@@ -189,6 +189,7 @@ def test_projections_train_and_are_saved_by_name_but_not_exported(tmp_path: Path
     assert torch.equal(resumed.training_modules["distill_0"].weight.detach(), saved[name])
 
 
+@pytest.mark.slow
 def test_layers_of_convolutions_are_pooled_to_one_grid() -> None:
     student = seeded(ImageClassifier("resnet10t", num_classes=10, image_size=32, **OPTIMIZER))
     teacher = ImageClassifier("regnety_002", num_classes=10, image_size=32, **OPTIMIZER)

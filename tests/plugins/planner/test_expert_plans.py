@@ -77,7 +77,7 @@ def test_a_profile_has_the_experts_and_what_they_exchange() -> None:
     "spec",
     [
         MeshSpec(dp_shard=4, ep=2), MeshSpec(dp_replicate=2, dp_shard=4, ep=4), MeshSpec(dp_shard=2, cp=2, ep=4),
-        MeshSpec(pp=3, dp_shard=4, ep=2), MeshSpec(dp_shard=4, tp=2, ep=2), MeshSpec(dp_shard=4),
+        MeshSpec(pp=3, dp_shard=4, ep=2), MeshSpec(dp_shard=4, tp=2, ep=2),
     ],
     ids=str,
 )  # fmt: skip
@@ -160,6 +160,7 @@ def test_fixed_values_of_ep_are_kept_and_refused_with_the_fix() -> None:
         PlanSearch(dense, H100, StateFormat(), Request(4, 4e9, 8, {"ep": "2"})).run()
 
 
+@pytest.mark.slow
 def test_a_plan_with_ep_is_written_and_passes_dlo_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "trainer": {"accelerator": "cpu", "devices": 1},

@@ -163,6 +163,7 @@ def test_a_run_that_ends_inside_the_window_reports_what_it_has(tmp_path, no_pict
         fit(tmp_path / "short", Wide(), callbacks=[Profile(wait=50)], max_epochs=1)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_profiled_without_hooks_inside(tmp_path, no_pictures) -> None:
     module = Wide()
     module.net.compile(backend="eager")
