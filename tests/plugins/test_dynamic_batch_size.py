@@ -198,7 +198,7 @@ SHRINKING = {0: 32, 2: 16, 4: 8}
         # Stops in mid-window, at boundaries of the schedule, and at edges of epochs: of 6, then 4 batches;
         (GROWING, 16, [1, 11]),
         # of 2, 2, 4, 4, 8, 8 batches.
-        (SHRINKING, None, [5, 12]),
+        pytest.param(SHRINKING, None, [5, 12], marks=pytest.mark.slow),
     ],
 )
 def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):

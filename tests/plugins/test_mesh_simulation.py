@@ -46,12 +46,6 @@ def table(rank: SimulatedRank) -> dict[tuple[str, str], tuple[int, int]]:
     return {(row.axis, row.kind): (row.count, row.elements) for row in rank.traffic}
 
 
-# --- pure arithmetic ------------------------------------------------------------------------------------------
-
-
-# --- one rank, simulated --------------------------------------------------------------------------------------
-
-
 def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
     """Every rank of a mesh of all axes holds what the arithmetic says, also where nothing divides evenly."""
     uneven = task(vocab_size=97, num_hidden_layers=5)

@@ -116,7 +116,7 @@ class Unsized(DigitsData):
     sizes_images = False
 
 
-@pytest.mark.parametrize("data", [DigitsData, Unsized])
+@pytest.mark.parametrize("data", [DigitsData, pytest.param(Unsized, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same_at_and_around_each_change(data, tmp_path):
     """Sizes change at steps 5 and 7."""
 

@@ -234,7 +234,6 @@ def test_the_averaged_weights_are_what_is_validated(gallery):
         (3, {}, [3, 4]),
         (1, {"val_check_interval": 0.34}, [1, 2, 3, 4]),
         (None, {"check_val_every_n_epoch": 3}, [3]),
-        (None, {"max_epochs": -1, "max_steps": 6}, [2]),
         (None, {"max_epochs": -1, "max_steps": 8}, [2]),  # the third epoch ends in its middle, without a validation
     ],
 )

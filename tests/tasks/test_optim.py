@@ -213,8 +213,6 @@ def test_layer_decay_needs_named_layers():
         ("adamw", torch.optim.AdamW, {"betas": [0.9, 0.95], "fused": True}),
         ("momentum", torch.optim.SGD, {"momentum": 0.8}),
         ("sgd", torch.optim.SGD, {}),
-        ("lamb", torch.optim.Optimizer, {}),
-        ("lars", torch.optim.Optimizer, {}),
         ("muon", torch.optim.Optimizer, {}),
         ("lookahead_adamw", torch.optim.Optimizer, {}),
     ],

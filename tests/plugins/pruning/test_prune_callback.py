@@ -107,7 +107,7 @@ def fit(tmp_path, *, optimizer: str = "adamw", epochs: int = 4, **settings: Any)
     return net, watch, prune
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow), "muon"])
 def test_it_follows_the_schedule_with_exact_zeros_and_no_momentum(tmp_path, optimizer):
     _, watch, prune = fit(tmp_path, optimizer=optimizer, amount=0.75, begin="25%", end="75%", every=1)
     assert len(watch.sparsity) == 40
@@ -196,7 +196,7 @@ def test_a_pattern_is_exact_in_every_layer(tmp_path, pattern, schedule):
     "settings",
     [
         {"amount": 0.75, "every": 3},
-        {"method": "movement", "amount": 0.5, "every": 2},
+        pytest.param({"method": "movement", "amount": 0.5, "every": 2}, marks=pytest.mark.slow),
         {"pattern": "2:4", "begin": "0%", "end": "100%"},
     ],
 )

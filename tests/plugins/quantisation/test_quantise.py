@@ -149,7 +149,9 @@ def test_validation_shows_the_rounded_model_and_the_report_the_converted_one(tmp
     assert "times smaller" in report.table()
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8_static", pytest.param("int8_weights", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scheme", ["int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8_static", "int8_weights"))]
+)
 def test_conversion_after_training_leaves_the_training_as_it_is(tmp_path: Path, scheme: str) -> None:
     losses = []
     for callbacks in ([], [Quantise(scheme)]):
