@@ -249,14 +249,6 @@ def two_views() -> dict[str, Tensor]:
     return {"one": both[:WIDTH], "two": both[WIDTH:]}
 
 
-def supervised(self: Any, x: Tensor) -> list[Tensor]:
-    x, found = self.stem(x), []
-    for one in self.blocks:
-        x = one(x)
-        found.append(self.head(x))
-    return found
-
-
 def with_stem(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     stem = self.stem(x)
     return self.head(self.body(stem)), stem
@@ -538,15 +530,6 @@ def assigns(self: Any, *_: Any) -> None:
         parameter.data = parameter.data * 0.9
 
 
-def after_batches(function: Callable[[Tensor], Any]) -> type[Odd]:
-    def on_train_batch_end(self: Any, *_: Any) -> None:
-        with torch.no_grad():
-            for parameter in self.model.blocks.parameters():
-                function(parameter)
-
-    return odd(on_train_batch_end=on_train_batch_end)
-
-
 def clips(self: Any, *_: Any) -> None:
     nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
@@ -645,9 +628,6 @@ MODULES: dict[str, type[Odd]] = {
     "integer": gained(
         lambda s: 1 + 0.1 * s.order, lambda s: put(s, order=nn.Parameter(torch.arange(WIDTH), requires_grad=False))
     ),
-    "list of parameters": gained(
-        lambda s: s.gains[0] + s.gains[1], lambda s: put(s, gains=nn.ParameterList([torch.ones(WIDTH), TABLE.clone()]))
-    ),
     "strided": odd(
         block=block(more=lambda s: put(s.fc2, weight=nn.Parameter(s.fc2.weight.detach().t().contiguous().t())))
     ),
@@ -655,12 +635,6 @@ MODULES: dict[str, type[Odd]] = {
         lambda s: s.one * s.two, lambda s: put(s, **{n: nn.Parameter(p) for n, p in two_views().items()})
     ),
     "weight of the loss": WeightOfTheLoss,
-    "channels last": odd(
-        block=block(
-            lambda s, x: Block.forward(s, x + s.conv(x.view(-1, 2, 2, 2)).flatten(1)),
-            lambda s: put(s, conv=nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)),
-        )
-    ),
     "frozen middle": odd(
         change=lambda s, net: [net.blocks[1].requires_grad_(False), net.blocks[2].fc1.weight.requires_grad_(False)]
     ),
@@ -676,9 +650,6 @@ MODULES: dict[str, type[Odd]] = {
     "dataclass of outputs": odd(
         net=net(lambda s, x: (lambda out: Found(out, out.square().mean(1)))(Net.forward(s, x))),
         loss=lambda s, out, batch: F.cross_entropy(out.logits, batch[1]) + 0.1 * out.norm.mean(),
-    ),
-    "deep supervision": odd(
-        net=net(supervised), loss=lambda s, out, batch: sum(F.cross_entropy(one, batch[1]) for one in out) / 4
     ),
     "stem in the loss": odd(
         net=net(with_stem),
@@ -708,12 +679,6 @@ MODULES: dict[str, type[Odd]] = {
         per_forward=True,
     ),
     "lambda": odd(block=block(more=lambda s: put(s, act=lambda hidden: hidden * torch.sigmoid(hidden)))),
-    "nested containers": odd(
-        change=lambda s, net: [
-            net.blocks.__setitem__(n, nn.Sequential(nn.Sequential(one), nn.Tanh())) for n, one in enumerate(net.blocks)
-        ],
-        rules=("0.0.fc1", "0.0.fc2"),
-    ),
     "writes to its input": odd(block=block(lambda s, x: Block.forward(s, x.mul_(0.9)))),
     "gradient reversal": Domains,
     "checkpointed": odd(block=block(lambda s, x: checkpoint(Block.forward, s, x, use_reentrant=False))),
@@ -723,18 +688,8 @@ MODULES: dict[str, type[Odd]] = {
     "functional call": odd(
         block=block(lambda s, x: x + functional_call(s.fc2, {"bias": 2 * s.fc2.bias}, F.gelu(s.fc1(s.norm(x)))))
     ),
-    "hypernetwork": gained(lambda s: 1 + 0.1 * s.maker(s.norm.bias[:2]), lambda s: put(s, maker=nn.Linear(2, WIDTH))),
-    "mixture by hand": odd(
-        block=block(
-            lambda s, x: s.gate(x).softmax(-1)[:, :1] * Block.forward(s, x) + s.gate(x)[:, 1:] * s.other(x),
-            lambda s: put(s, gate=nn.Linear(WIDTH, 2), other=nn.Linear(WIDTH, WIDTH)),
-        )
-    ),
     "attention": on_tokens(
         lambda s: put(s, mix=nn.MultiheadAttention(2, 2, batch_first=True)), lambda s, x: s.mix(x, x, x)[0]
-    ),
-    "recurrent cells": on_tokens(
-        lambda s: put(s, mix=nn.LSTM(2, 2, num_layers=2, batch_first=True)), lambda s, x: s.mix(x)[0]
     ),
     "state between steps": odd(
         net=net(carried, lambda s: put(s, cell=nn.GRUCell(WIDTH, WIDTH), state=None)), strategies=STEPS
@@ -774,12 +729,7 @@ MODULES: dict[str, type[Odd]] = {
     "evaluated block": odd(net=net(lambda s, x: [s.blocks[0].eval(), Net.forward(s, x)][1])),
     # Optimization.
     "two groups": TwoGroups,
-    "momentum": odd(
-        configure_optimizers=lambda s: torch.optim.SGD(s.parameters(), lr=0.1, momentum=0.9, nesterov=True),
-        trainer_options={"gradient_clip_val": 0.05},
-    ),
     "clipped by value": odd(trainer_options={"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}),
-    "accumulated": odd(trainer_options={"accumulate_grad_batches": 2}),
     "clips by itself": odd(on_before_optimizer_step=clips),
     "clips by itself by hand": odd(Manual, before=clips),
     "scales gradients": odd(on_after_backward=scales),
@@ -787,8 +737,7 @@ MODULES: dict[str, type[Odd]] = {
     "two optimizers": TwoOptimizers,
     "adversarial": Adversarial,
     "sharpness": Sharpness,
-    "decays by hand": after_batches(lambda p: p.mul_(0.9)),
-    "clamps weights": after_batches(lambda p: p.data.clamp_(-0.2, 0.2)),
+    "decays by hand": odd(on_train_batch_end=decays),
     "callback that clamps weights": odd(configure_callbacks=lambda s: [Clamps()]),
     "norm between steps": NormBetweenSteps,
     "held weights": HeldWeights,
