@@ -10,7 +10,7 @@ from dlo_framework.registry import GROUP_PREFIX, KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 _FILLED = re.compile(r"^<!-- fill: .+? -->\n.*?^<!-- end of fill -->$", re.MULTILINE | re.DOTALL)
-_FENCE = re.compile(r"^( *)```(\w*) *([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"(?:^<!-- ([^\n]+) -->\n)?^( *)```(\w*)[^\n]*\n(.*?)^\2```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Block:
     Attributes:
         line: Number of its first line below the fence, from 1.
         language: Language of the fence.
-        info: Rest of the fence's line.
+        note: Comment on the line before: ``after CONFIG`` (what a config changes) or ``checked only: REASON``.
         text: Content, without the fence's indentation.
     """
 
     line: int
     language: str
-    info: str
+    note: str
     text: str
 
 
@@ -39,7 +39,7 @@ def read_blocks(path: Path) -> list[Block]:
     """Returns the fenced blocks of a page's own text."""
     text = read_page(path)
     return [
-        Block(text.count("\n", 0, match.start(4)) + 1, match[2], match[3], textwrap.dedent(match[4]))
+        Block(text.count("\n", 0, match.start(4)) + 1, match[3], match[1] or "", textwrap.dedent(match[4]))
         for match in _FENCE.finditer(text)
     ]
 
