@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, default_collate
 
 from dlo_framework.callback import PluginCallback
-from dlo_framework.data.description import run_datamodule
+from dlo_framework.data.description import LoaderDescription, ModuleDescription, run_datamodule
 
 _TRANSFER = "batch_to_device"
 _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -149,7 +149,7 @@ def batches_are_new(trainer: Trainer) -> bool:
     """
     datamodule = run_datamodule(trainer)
     parts = [part for part in (datamodule, trainer.lightning_module) if part is not None]
-    declared = [getattr(part, "makes_new_batches", False) for part in parts]
+    declared = [bool(ModuleDescription(part).makes_new_batches) for part in parts]
     for part, is_declared in zip(parts, declared, strict=True):
         if not is_declared and any(is_overridden(hook, part) for hook in _DATA_HOOKS):
             return False
@@ -159,4 +159,4 @@ def batches_are_new(trainer: Trainer) -> bool:
 def _collates_to_new_memory(loader: Any) -> bool:
     if isinstance(loader, DataLoader):
         return loader.collate_fn is default_collate
-    return bool(getattr(loader, "makes_new_batches", False))
+    return bool(LoaderDescription(loader).makes_new_batches)

@@ -49,12 +49,24 @@ class PluginCallback(Callback):
     #: Reason why `dlo parity` leaves it out, "" for one that needs no note; None if it takes part.
     left_out_of_parity: str | None = None
     #: Whether it reads weights of the module itself between a step and the next forward; None to tell by its hooks.
+    #: False promises that it asks the strategy for weights and gradients, as dlo's own do: its hooks are not watched.
     reads_weights: bool | None = None
 
     @property
     def frozen_models(self) -> Sequence[Any]:
         """Second models that it uses (:class:`~dlo_framework.frozen_model.FrozenModel`), to be checked before a run."""
         return ()
+
+    def area_factor(self, at: Any) -> float:
+        """Returns the factor by which batches may be larger at a position in the data, as its samples are smaller."""
+        return 1.0
+
+    def moment_of_error(self, trainer: Trainer) -> str:
+        """Returns how far this rank has come; ranks where that is the same may save together. Empty if it cannot save.
+
+        The default is for callbacks that save nothing.
+        """
+        return ""
 
     def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks a fit before processes start; Lightning's own Trainer does not call it: check in `setup` too.

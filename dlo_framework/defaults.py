@@ -147,7 +147,7 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
     if metric is None:
         return []
     checkpoint = BestIfLogged(
-        assumed=not hasattr(model, "best_metric"),
+        assumed=find_best_metric(model) is ASSUMED_METRIC,
         dirpath=run_folder / runs.CHECKPOINTS,
         filename=f"epoch={{epoch}}-step={{step}}-{metric}={{{metric}:.4f}}",
         auto_insert_metric_name=False,

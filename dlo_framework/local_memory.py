@@ -45,12 +45,17 @@ def stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """
     if isinstance(tensor, DTensor):
         tensor = local_tensor(tensor)
-    flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    inner = inner_tensors(tensor)
+    if not inner:
         yield tensor
-        return
-    for name in flatten()[0]:
-        yield from stored_tensors(getattr(tensor, name))
+    for part in inner.values():
+        yield from stored_tensors(part)
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors that a tensor of several others is made of, by attribute; of an ordinary one none."""
+    flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
+    return {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
 
 
 def state_bytes(

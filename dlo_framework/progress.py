@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from dlo_framework.callback import PluginCallback
 from dlo_framework.data import Position, ResumableDataModule
+from dlo_framework.data.description import LoaderDescription
+from dlo_framework.data.sampler import ResumableBatchSampler
 from dlo_framework.errors import DloError
 from dlo_framework.optimizers import multiply_all
 
@@ -42,8 +44,8 @@ def fraction_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
     Raises:
         DloError: if neither is set; if ``max_epochs`` alone is, and the loader does not say how long an epoch is.
     """
-    loaded = getattr(trainer, "train_dataloader", None) is not None
     check_end(trainer)
+    loaded = trainer.train_dataloader is not None
     if loaded and trainer.max_steps < 0 and math.isinf(trainer.num_training_batches):
         raise DloError(
             "a schedule needs the fraction of training that is done, and the training loader has no length;"
@@ -114,8 +116,8 @@ def loader_batch_size(trainer: Trainer) -> int | None:
 
 def planned_batches(trainer: Trainer) -> list[Span] | None:
     """Returns the batches of the current epoch if the loader plans batches of changing size, else None."""
-    sampler: Any = getattr(getattr(trainer, "train_dataloader", None), "batch_sampler", None)
-    return sampler.planned() if getattr(sampler, "window_at", None) is not None else None
+    sampler = LoaderDescription(trainer.train_dataloader).batch_sampler
+    return sampler.planned() if isinstance(sampler, ResumableBatchSampler) and sampler.window_at is not None else None
 
 
 class AccumulationWindow(int):

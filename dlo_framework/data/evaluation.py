@@ -112,7 +112,7 @@ def mixes_batches(trainer: Trainer) -> bool:
     """
     if trainer.state.stage not in _STEPS:
         return False
-    fetcher: Any = getattr(trainer._active_loop, "_data_fetcher", None)
+    fetcher: Any = trainer._active_loop._data_fetcher  # type: ignore[union-attr]  # A stage of these has a loop.
     if fetcher is None or fetcher.length is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
         return True
     combined = fetcher.combined_loader
@@ -356,9 +356,9 @@ class DistributedEvalLoader:
         for batch in self.loader:
             samples = min(left, self.share.batch_size)
             left -= samples
-            noted = getattr(self.loader.batch_sampler, "seen_batch_indices", None)
-            if counts and not samples and noted:
-                noted[-1] = []  # A prediction writer does not get the index of a batch that does not count.
+            batches = self.loader.batch_sampler
+            if counts and not samples and isinstance(batches, _IndexBatchSamplerWrapper):
+                batches.seen_batch_indices[-1] = []  # A prediction writer does not get an index that does not count.
             is_counted = counts and trainer is not None and count_samples(trainer, samples)
             if is_counted or samples or not counts:
                 yield batch

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
 from dlo_framework.batches import tree_leaves, tree_map_only
-from dlo_framework.callback import PluginCallback, traits_of
+from dlo_framework.callback import PluginCallback, callbacks_of, traits_of
+from dlo_framework.data.description import LoaderDescription
 from dlo_framework.data.evaluation import DistributedEvalLoader
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.random_streams import random_state, raw_random_state, restore_random_state, restore_stream
@@ -155,8 +156,7 @@ class ExactResume(PluginCallback):
         """Restores metrics and orders, and makes Lightning's loops (2.6) go on at the position of the checkpoint."""
         fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         stage, plateau, batches = (loaded["position"][name] for name in ("stage", "plateau", "batches"))
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
+        for callback in callbacks_of(trainer):
             if isinstance(callback, GradientAccumulationScheduler) and stage != "epoch":
                 # It does so when an epoch starts, which this one has.
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
@@ -171,7 +171,9 @@ class ExactResume(PluginCallback):
             if stage != "epoch":  # An epoch that has begun keeps its loader.
                 train = max(train, trainer.current_epoch + 1 - trainer.reload_dataloaders_every_n_epochs)  # type: ignore[attr-defined]
             fit_loop._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch = train, validation
-        decided = any(isinstance(c, EarlyStopping) and (c.stopping_reason.value or c.stopped_epoch) for c in callbacks)
+        decided = any(
+            isinstance(c, EarlyStopping) and (c.stopping_reason.value or c.stopped_epoch) for c in callbacks_of(trainer)
+        )
         if loaded["position"]["should_stop"] and decided:
             # An epoch that has begun ends first: Lightning's loop would do nothing at all.
             ends_epoch = stage != "epoch" and fit_loop._can_stop_early
@@ -337,8 +339,7 @@ def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoi
     ``state_dict`` and ``current_model_state`` are the layout of WeightEMA and Lightning. The optimizer's state, which
     is loaded too, belongs to the trained weights.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averages = any(traits_of(callback).loads_trained_weights for callback in callbacks)
+    averages = any(traits_of(callback).loads_trained_weights for callback in callbacks_of(trainer))
     if "current_model_state" not in checkpoint or averages or trainer.state.fn != "fit":
         return
     trained = {**checkpoint, "state_dict": checkpoint["current_model_state"]}
@@ -357,7 +358,7 @@ def _drop_replaced_schedule(trainer: Trainer, checkpoint: dict[str, Any]) -> Non
     """
     if not trainer.strategy.restore_checkpoint_after_setup:
         return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):
             saved = checkpoint.get("callbacks", {}).get(callback.state_key, {})
             if saved.get("scheduler_state") is not None:
@@ -626,9 +627,9 @@ class ReplayedLoader(DataLoader):
         yield from iterator
 
     def _own_generators(self) -> list[torch.Generator]:
-        places = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
-        found = {id(each): each for place in places if (each := getattr(place, "generator", None)) is not None}
-        return list(found.values())
+        places = (self, self.sampler, self.batch_sampler, LoaderDescription(self.batch_sampler).sampler)
+        generators = [LoaderDescription(place).generator for place in places]
+        return list({id(each): each for each in generators if each is not None}.values())
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._own_generators()]

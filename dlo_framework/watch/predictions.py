@@ -23,6 +23,7 @@ from torch.utils.data import DistributedSampler
 
 from dlo_framework.atomic_file import open_atomic, write_atomic
 from dlo_framework.callback import PluginCallback
+from dlo_framework.data.description import DataDescription, LoaderDescription
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import data_share
@@ -112,12 +113,12 @@ def gather_batches(batches: list[Any], share: int, group: dist.ProcessGroup | No
     """
     if group is None:
         return [batches]
-    found: list[Any] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     first = dist.get_rank(group) == 0
-    dist.gather_object((share, batches), found if first else None, group=group)
+    dist.gather_object((share, batches), gathered if first else None, group=group)
     if not first:
         return [[]]
-    of_shares = dict(reversed(found))  # for each share, the first rank's batches win
+    of_shares = dict(reversed(gathered))  # for each share, the first rank's batches win
     return [of_shares[number] for number in sorted(of_shares)]
 
 
@@ -136,8 +137,8 @@ def deals_samples(trainer: Trainer) -> bool:
     loaders = trainer.predict_dataloaders
     loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
     # Lightning (2.6) keeps it in the batch sampler, which it rebuilds for predictions.
-    holders = [holder for loader in loaders for holder in (loader, getattr(loader, "batch_sampler", None))]
-    return any(isinstance(getattr(holder, "sampler", None), DistributedSampler) for holder in holders)
+    holders = [holder for loader in loaders for holder in (loader, LoaderDescription(loader).batch_sampler)]
+    return any(isinstance(LoaderDescription(holder).sampler, DistributedSampler) for holder in holders)
 
 
 def interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
@@ -164,7 +165,7 @@ def _fit_together(batches: list[Any]) -> bool:
     return len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1
 
 
-def _write(found: Any, path: Path) -> None:
+def _write(predictions: Any, path: Path) -> None:
     """Writes the file atomically: an earlier file stays until the new one is complete.
 
     Raises:
@@ -172,9 +173,9 @@ def _write(found: Any, path: Path) -> None:
     """
     try:
         with open_atomic(path) as partial:
-            torch.save(found, partial)
+            torch.save(predictions, partial)
     except (OSError, RuntimeError) as error:  # torch's writer (2.11 to 2.15) raises the latter where a disk is full.
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
         raise DloError(
             f"cannot write the predictions {path}: {reason}; free some space, or set another --run.dir"
         ) from error
@@ -205,8 +206,8 @@ def check_table(form: str, datamodule: Any) -> None:
     Raises:
         DloError: If the datamodule makes no rows and has no names, or the package for the form is missing.
     """
-    has_names = hasattr(datamodule, "prediction_names") and hasattr(datamodule, "class_names")
-    if not has_names and not hasattr(datamodule, "prediction_rows"):
+    data = DataDescription(datamodule)
+    if data.prediction_rows is None and (data.prediction_names is None or data.class_names is None):
         raise DloError(
             f"run.predictions must be pt for {type(datamodule).__name__}, which has neither prediction_rows, nor"
             f" prediction_names and class_names, got {form}; set it to pt"
@@ -229,16 +230,16 @@ def check_output(outputs: Any, datamodule: Any, form: str) -> None:
     Raises:
         DloError: If they are not of the kind that the datamodule's rows are made of.
     """
-    if hasattr(datamodule, "prediction_rows"):
+    if DataDescription(datamodule).prediction_rows is not None:
         fits = isinstance(outputs, list) and all(isinstance(row, dict) for row in outputs)
         kind = "dicts, one for each sample"
     else:
         fits = isinstance(outputs, Tensor) and outputs.ndim == 2
         kind = "probabilities [n, classes]"
     if not fits and outputs is not None:
-        found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        got = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise DloError(
-            f"run.predictions must be pt for outputs of predict_step that are not {kind}, got {form} and {found}; set"
+            f"run.predictions must be pt for outputs of predict_step that are not {kind}, got {form} and {got}; set"
             " it to pt"
         )
 
@@ -254,7 +255,7 @@ def rows_of(batches: Sequence[Any], datamodule: Any) -> list[Row]:
     Raises:
         DloError: If there is not a row for each sample, or a column for each class.
     """
-    if hasattr(datamodule, "prediction_rows"):
+    if DataDescription(datamodule).prediction_rows is not None:
         return list(datamodule.prediction_rows([row for batch in batches for row in batch]))
     return make_table(torch.cat(list(batches)), datamodule.prediction_names(), datamodule.class_names)
 

@@ -125,5 +125,5 @@ def test_a_datamodule_is_asked_for_attributes_that_it_may_lack():
 
     assert DataDescription(Digits()).num_classes == 10
     assert DataDescription(None).seq_len is None
-    with pytest.raises(AttributeError, match="no attribute 'classes' of datamodules is declared"):
+    with pytest.raises(AttributeError, match="no attribute 'classes' is declared by DataDescription"):
         _ = DataDescription(Digits()).classes

@@ -36,6 +36,7 @@ def run(epoch=0, ready=0, batches=10, max_epochs=4, max_steps=-1, step=0, accumu
         num_training_batches=batches,
         accumulate_grad_batches=accumulate,
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        train_dataloader=None,
     )
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from dlo_framework.data.description import ModuleDescription
 from dlo_framework.errors import DloError, did_you_mean, nearest, unknown_hint
 from dlo_framework.optimizers import PerParameterOptimizer, trust_ratio
 from dlo_plugins.deepspeed.json_file import get, get_source, get_stage, import_config_module
@@ -293,12 +294,12 @@ def compute_lengths(config: Mapping[str, Any], module: LightningModule, trainer:
 
 
 def _own_warmup(module: LightningModule, trainer: Trainer) -> int:
-    steps, epochs = getattr(module, "warmup_steps", None), getattr(module, "warmup_epochs", None)
-    if isinstance(steps, int):
-        return steps
-    if not epochs or trainer.estimated_stepping_batches < 1:  # It also builds the loaders.
+    task = ModuleDescription(module)
+    if task.warmup_steps is not None:
+        return task.warmup_steps
+    if not task.warmup_epochs or trainer.estimated_stepping_batches < 1:  # It also builds the loaders.
         return 0
-    return round(epochs * trainer.num_training_batches / trainer.accumulate_grad_batches)
+    return round(task.warmup_epochs * trainer.num_training_batches / trainer.accumulate_grad_batches)
 
 
 def build_scheduler(

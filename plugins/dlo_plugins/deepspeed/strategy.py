@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from dlo_framework.ability import Ability
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.costs import is_compiled
-from dlo_framework.data.description import run_datamodule
+from dlo_framework.data.description import ModuleDescription, run_datamodule
 from dlo_framework.distributed.checkpointing import BUCKETS
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.optimizer_steps import prefer_fused
@@ -300,7 +300,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
             return
         warn_unused_checkpointing(self.config)
         if get(self.config, "activation_checkpointing.cpu_checkpointing") is True:
-            if getattr(module, "recompute", False):
+            if ModuleDescription(module).recompute:
                 raise DloError(
                     "activation_checkpointing.cpu_checkpointing must be the only recomputation, got recompute: true"
                     f" of {type(module).__name__} too; leave recompute out"
@@ -589,7 +589,7 @@ def _has_schedule(module: Any) -> bool:
         twin = module.on_meta() if isinstance(module, Task) else module
         found = twin.configure_optimizers()
     except Exception:  # A user's code may need the trainer; dlo's tasks do for the length of their schedule.
-        return getattr(module, "schedule", "constant") not in ("constant", None)
+        return ModuleDescription(module).schedule not in ("constant", None)
     if isinstance(found, dict):
         return found.get("lr_scheduler") is not None
     return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], list) and bool(found[1])

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.batches import tree_leaves
+from dlo_framework.data.description import ModuleDescription
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_tensors
+from dlo_framework.local_memory import inner_tensors
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.memory.planning import MeasuredRank
@@ -62,7 +64,7 @@ def predict_rank_memory(
         DloError: The strategy, the precision or the model is not predicted.
     """
     layout = read_layout(config, ranks)
-    if isinstance(model, Task) and getattr(model, "recompute", False) and not model.has_model:
+    if isinstance(model, Task) and ModuleDescription(model).recompute and not model.has_model:
         model = copy.copy(model)
         model.recompute = False  # The layout has it.
     state, _ = run_state(config, model, *read_dtypes(config, device))
@@ -214,10 +216,8 @@ def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:
 
 def _bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor; of a subclass those of the tensors that it is made of, but for its levels."""
-    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.numel() * tensor.element_size()
-    names = [name for name in tensor.__tensor_flatten__()[0] if name != "qmap"]
-    return sum(_bytes(getattr(tensor, name)) for name in names)
+    inner = inner_tensors(tensor)
+    return sum(_bytes(part) for name, part in inner.items() if name != "qmap") if inner else tensor.nbytes
 
 
 #: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.

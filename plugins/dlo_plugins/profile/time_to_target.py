@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import batch_size
 from dlo_framework.callback import PluginCallback
+from dlo_framework.defaults import find_best_metric
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.progress import epochs_seen, loader_batch_size
 from dlo_framework.rehearsal import run_folder
@@ -129,7 +130,7 @@ class TimeToTarget(PluginCallback):
         if stage != "fit":
             return
         check_validates("TimeToTarget", self.metric, trainer)
-        best, better = getattr(pl_module, "best_metric", None) or (None, None)
+        best, better = find_best_metric(pl_module) or (None, None)
         if best == self.metric and better != self.mode:
             raise DloError(
                 f"TimeToTarget: mode must be {better} for {best}, the best_metric of {type(pl_module).__name__}, got"

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
+from dlo_framework.data.description import ModuleDescription
 from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
 from dlo_framework.data.remote import BlockCache, Storage, cache_folder
 from dlo_framework.data.sampler import InOrderBatchSampler
@@ -363,7 +364,7 @@ class TextData(ResumableDataModule):
         """Returns the tokenizer, loaded once; clears everything that was made with another one."""
         source = self._source
         if source is None and self.trainer is not None:
-            source = getattr(self.trainer.lightning_module, "tokenizer_source", None)
+            source = ModuleDescription(self.trainer.lightning_module).tokenizer_source
         if self.tokenizer is None or source != self._loaded_from:
             self._names, self._datasets, self.statistics = None, {}, {}
             self._loaded_from = source
@@ -411,12 +412,12 @@ class TextData(ResumableDataModule):
         """Sets `packing: none` for a model that cannot keep packed documents apart, and says so once."""
         if self.packing == "none" or self.sources or not self.pads_documents or self.trainer is None:
             return
-        task = self.trainer.lightning_module
-        if getattr(task, "isolates_documents", True):
+        task = ModuleDescription(self.trainer.lightning_module)
+        if task.isolates_documents is not False:
             return
         self.packing = "none"
         if self.trainer.is_global_zero:
-            family = getattr(getattr(task, "config", None), "model_type", type(task).__name__)
+            family = type(self.trainer.lightning_module).__name__ if task.config is None else task.config.model_type
             print(
                 f"packing: none in place of best_fit: a model of {family} cannot"
                 " keep the documents of a packed row apart; rows are padded documents, so batch_size counts documents",

@@ -9,6 +9,7 @@ from typing import Any
 
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
+from dlo_framework.data.description import ModuleDescription
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, find_frozen_models
 from dlo_framework.run_setup import check_run, with_checkpoint_io
@@ -54,8 +55,7 @@ class SimulatedRun:
                 cli.options["model.init_args.recompute"] = False
         cli.build()
         self.model, self.datamodule, self.trainer_options = cli.model, cli.datamodule, cli.trainer_options
-        check_model = getattr(self.model, "check", None)
-        if callable(check_model):
+        if callable(check_model := ModuleDescription(self.model).check):
             check_model(self.datamodule)  # A task may read its number of classes from the data.
         self._callbacks = cli.callbacks()
         config = self.trainer_options
