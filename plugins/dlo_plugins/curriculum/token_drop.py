@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dlo_framework.batches import chosen_tokens, rebuild
 from dlo_framework.data.sampler import hash64
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.models.hugging_face import attention_implementation
 from dlo_framework.models.recompute import has_backward
 from dlo_framework.progress import parse_position, run_fraction
 from dlo_framework.strategy_abilities import SplitsSequences, mesh_spec
@@ -109,8 +110,8 @@ class TokenDrop(BlockSchedule):
                 f"TokenDrop: the model must have at least 3 blocks, as the first and the last see all tokens, got"
                 f" {len(blocks.names)}; leave the callback out"
             )
-        kernel = str(getattr(getattr(blocks.model, "config", None), "_attn_implementation", ""))
-        if "flash" in kernel:
+        kernel = attention_implementation(blocks.model)
+        if kernel is not None and "flash" in kernel:
             raise DloError(
                 f"TokenDrop: attention must not find documents by gaps of the positions, got {kernel}; set attention:"
                 " sdpa or dlo_varlen"

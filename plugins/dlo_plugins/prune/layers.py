@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.models.hugging_face import is_conv1d
 from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.task import Task
 
@@ -199,12 +200,7 @@ def _input_dim(part: nn.Module) -> int | None:
     """Returns the dim of a layer's weight with its input features; None for a layer of another kind."""
     if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 1
-    return 0 if is_transposed(part) else None
-
-
-def is_transposed(part: nn.Module) -> bool:
-    """Returns whether a module is transformers' Conv1D (GPT-2): a linear layer whose weight is [in, out]."""
-    return hasattr(part, "nf") and hasattr(part, "nx")
+    return 0 if is_conv1d(part) else None
 
 
 def last_linear(module: nn.Module) -> str | None:

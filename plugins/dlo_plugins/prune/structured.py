@@ -27,13 +27,13 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.models.hugging_face import is_conv1d
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.run_setup import check_parts, find_start_checkpoint
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import ChannelGroup, PrunesChannels, Resizable
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.parallel.tensor.heads import head_width, kv_heads
-from dlo_plugins.prune.layers import is_transposed
 
 #: Prefix of the model's names in a task's checkpoint.
 _MODEL = "model."
@@ -341,7 +341,7 @@ def _features(module: nn.Module) -> tuple[int, int]:
     weight = module.weight
     assert isinstance(weight, Tensor)
     rows, columns = weight.shape
-    return (columns, rows) if is_transposed(module) else (rows, columns)
+    return (columns, rows) if is_conv1d(module) else (rows, columns)
 
 
 def _heads(
@@ -389,7 +389,7 @@ def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor
 def _as_rows(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> Tensor:
     """Returns a weight as [out, in]."""
     weight = weights[f"{_MODEL}{name}.weight"]
-    return weight.T if is_transposed(model.get_submodule(name)) else weight
+    return weight.T if is_conv1d(model.get_submodule(name)) else weight
 
 
 def kept_units(scores: Tensor, keep: int) -> Tensor:
@@ -409,12 +409,12 @@ def remove_units(weights: dict[str, Tensor], group: UnitGroup, model: nn.Module,
     """
     for name, rule in group.columns:
         features = torch.cat(group.segments(rule, keep))
-        dim = 1 if is_transposed(model.get_submodule(name)) else 0
+        dim = 1 if is_conv1d(model.get_submodule(name)) else 0
         weights[f"{_MODEL}{name}.weight"] = weights[f"{_MODEL}{name}.weight"].index_select(dim, features)
         if f"{_MODEL}{name}.bias" in weights:
             weights[f"{_MODEL}{name}.bias"] = weights[f"{_MODEL}{name}.bias"][features]
     for name in group.rows:
-        dim = 0 if is_transposed(model.get_submodule(name)) else 1
+        dim = 0 if is_conv1d(model.get_submodule(name)) else 1
         weight = weights[f"{_MODEL}{name}.weight"]
         weights[f"{_MODEL}{name}.weight"] = weight.index_select(dim, group.inputs(keep))
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from dlo_framework.batches import get_chosen_tokens
 from dlo_framework.errors import DloError
+from dlo_framework.models.hugging_face import attention_implementation
 from dlo_tasks.language.batches import mark_document_starts
-from dlo_tasks.language.text_settings import attention_implementation
 
 Way = Literal["mask", "rows"]
 

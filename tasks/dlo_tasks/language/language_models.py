@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.models.hugging_face import is_conv1d
 from dlo_framework.run.runs import is_first_process
 from dlo_tasks.language import packed_attention
 from dlo_tasks.language.text_settings import TextSettings, text_settings
@@ -530,7 +531,7 @@ def narrow_attention(model: PreTrainedModel, config: PretrainedConfig) -> None:
 @torch.no_grad()
 def _keep(layer: nn.Module, features: int, parts: int, *, of_outputs: bool) -> None:
     """Keeps the first features of each part of a layer's outputs or inputs."""
-    transposed = hasattr(layer, "nf")  # transformers' Conv1D, whose weight is [in, out]
+    transposed = is_conv1d(layer)
     weight: Any = layer.weight
     layer.weight = _first(weight, 1 if of_outputs == transposed else 0, features, parts)
     if of_outputs and isinstance(layer.bias, Tensor):

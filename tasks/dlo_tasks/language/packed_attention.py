@@ -31,6 +31,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention.masked_attention import run_flex
 from dlo_framework.models.autocast import autocast_dtype
+from dlo_framework.models.hugging_face import is_bidirectional
 from dlo_tasks.language.batches import count_documents, mark_document_starts
 from dlo_tasks.language.text_settings import text_settings
 
@@ -355,7 +356,7 @@ def _refuse(module: nn.Module, dropout: float, softcap: float | None, others: di
         what = "without sinks"
     elif others.get("position_bias") is not None:
         what = "without a bias of positions"
-    elif others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    elif is_bidirectional(module, **others):
         what = "causal"
     if what is not None:
         raise DloError(f"attention: {NAME} must be {what} in {type(module).__name__}; set attention: sdpa, or eager")

@@ -21,12 +21,13 @@ from dlo_framework.models.attention.attention_mask import bind_mask, find_heads,
 from dlo_framework.models.attention.attention_options import Kernel, choose_kernel, log_choice
 from dlo_framework.models.attention.masked_attention import Scores, cached_attention, masked_attention
 from dlo_framework.models.autocast import autocast_dtype
+from dlo_framework.models.hugging_face import attention_implementation
 from dlo_tasks.language import packed_attention
 from dlo_tasks.language.batches import IGNORE_INDEX, count_documents, mark_document_starts
 from dlo_tasks.language.generation import max_positions
 from dlo_tasks.language.language_models import text_config
 from dlo_tasks.language.language_plans import plan_for
-from dlo_tasks.language.text_settings import attention_implementation, text_settings
+from dlo_tasks.language.text_settings import text_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

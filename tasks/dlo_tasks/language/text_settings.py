@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
 
 
@@ -60,11 +59,3 @@ def text_settings(config: PretrainedConfig) -> TextSettings:
     """Returns the settings of a text model's config."""
     values = {each.name: getattr(config, each.name, None) for each in fields(TextSettings)}
     return TextSettings(**{name: value for name, value in values.items() if value is not None})
-
-
-def attention_implementation(module: nn.Module) -> str | None:
-    """Returns the attention implementation that a module of transformers uses; None for modules without a config."""
-    from transformers import PretrainedConfig
-
-    config = getattr(module, "config", None)
-    return config._attn_implementation if isinstance(config, PretrainedConfig) else None

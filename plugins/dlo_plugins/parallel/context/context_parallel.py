@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.models.attention.attention_mask import find_heads, find_mask
-from dlo_framework.models.experts.balance import find_routers
+from dlo_framework.models.experts.balance import find_routers, router_kind
+from dlo_framework.models.hugging_face import attention_implementation, is_bidirectional
 from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_plugins.parallel.context.block_attention import Score
 from dlo_plugins.parallel.context.context_sequence import ContextSequence, Method
@@ -86,7 +87,7 @@ class ContextParallel(Applier):
             if self.method == "ulysses" and parts.attention and heads is not None and (heads // tp) % cp:
                 raise DloError(heads_error(heads // tp, cp))
         for router in find_routers(module).values():
-            chooses = getattr(router, "kind", None) == "expert_choice"
+            chooses = router_kind(router) == "expert_choice"
             if chooses or getattr(router, "capacity_factor", None) is not None:
                 given = "router: expert_choice" if chooses else "capacity_factor"
                 raise DloError(
@@ -277,7 +278,7 @@ def check_model(module: nn.Module, plan: ParallelPlan, gather: Gather = "auto") 
             model.set_attn_implementation(IMPLEMENTATION)
         for name in parts.attention:
             part: Any = module.get_submodule(name)
-            if getattr(getattr(part, "config", None), "_attn_implementation", None) != IMPLEMENTATION:
+            if attention_implementation(part) != IMPLEMENTATION:
                 raise DloError(
                     f"attention '{name}' of {type(module).__name__} must use transformers' AttentionInterface for"
                     f" context parallelism, got {type(part).__name__}, which does not; set cp=1, or use a family that"
@@ -378,7 +379,7 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
             "attention must have no mask of its own under context parallelism, which has documents and padding from the"
             f" batch, got {list(mask.shape)} from {kind}; set gather: all of ContextParallel"
         )
-    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if is_bidirectional(module, **others):
         raise DloError(_causal_error(f"is_causal=False from {kind}"))
     if others.get("position_bias") is not None:
         raise DloError(

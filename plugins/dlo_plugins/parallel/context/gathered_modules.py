@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from dlo_framework.batches import tree_map_only
 from dlo_framework.distributed.collectives import with_backward
 from dlo_framework.errors import DloError
+from dlo_framework.models.hugging_face import attention_implementation, is_bidirectional
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.parallel.context.context_sequence import ContextSequence
 from dlo_plugins.parallel.context.sequence_layout import concat_shards, shard_sequence
@@ -175,9 +176,7 @@ def _interface_parts(module: nn.Module, name: str) -> list[str]:
 
 def _uses_interface(part: nn.Module) -> bool:
     """Returns whether a module's code calls the attention that its model's config names."""
-    if getattr(getattr(part, "config", None), "_attn_implementation", None) is None:
-        return False
-    if getattr(part, "is_causal", True) is False:  # Its mask alone makes it causal.
+    if attention_implementation(part) is None or is_bidirectional(part):  # Its mask alone makes the latter causal.
         return False
     if not is_stateful(part) and "Attention" not in type(part).__name__:
         return False

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.models.four_bit_linear import FourBitLinear
+from dlo_framework.models.hugging_face import is_conv1d
 from dlo_plugins.parallel.tensor.tp_plan import TPPlan
 
 
@@ -67,7 +68,7 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     is_known = isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward
     if isinstance(module, nn.Conv2d) and module.groups == 1 and (is_known or module.kernel_size == (1, 1)):
         return _CONVOLUTION
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+    if is_conv1d(module):
         return _CONV1D
     raise DloError(
         f"projection '{name}' must be Linear, Conv2d of one group or Conv1D for tensor parallelism, got"
