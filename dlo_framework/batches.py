@@ -79,7 +79,12 @@ def rebuild(nest: Any, items: list[Any]) -> Any:
         made = copy.copy(nest)
         made.update(zip(nest, items, strict=True))
         return made
-    return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
+    return type(nest)(*items) if is_named(nest) else type(nest)(items)
+
+
+def is_named(nest: Any) -> bool:
+    """Returns whether a list or tuple, or a class of such, is a NamedTuple, whose class takes its items one by one."""
+    return hasattr(nest, "_fields")
 
 
 def find_batch_size(batch: Any) -> int | None:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import check_number
 from dlo_framework.placed_model import PlacedModel, evaluation_mode
@@ -275,7 +275,7 @@ class WeightAverage:
 
 
 def _is_half(value: Any) -> bool:
-    return getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class AveragedModel(PlacedModel, PluginCallback):
         super().__init__(self._inner.task, self._inner.device, moved=True)
         self._average = WeightAverage(decay, copies_buffers=True)
         self._head: Any = None
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(trainer)
         self._key = f"{_KEY}_{sum(isinstance(callback, AveragedModel) for callback in callbacks)}"
         self._last_step = 0
         callbacks.append(self)
@@ -349,14 +349,14 @@ class AveragedModel(PlacedModel, PluginCallback):
         self._average.swap(self._trainer.strategy, average=True)
         try:
             with _evaluating(self.task):
-                found = self._inner.outputs(batch)
+                outputs = self._inner.outputs(batch)
                 if self.has_outputs and hasattr(self.task, "head"):
                     with self._inner.gathered(), torch.no_grad():
                         # A copy: while a loss uses it, the model's own weights are part of a graph.
                         self._head = copy.deepcopy(self.task.head)
         finally:
             self._average.swap(self._trainer.strategy, average=False)
-        return found
+        return outputs
 
     @property
     def head(self) -> Any:
@@ -395,9 +395,8 @@ class AveragedModel(PlacedModel, PluginCallback):
 
     def close(self) -> None:
         """Frees the average; the run's model keeps its own weights."""
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
-            callbacks.remove(self)
+        if self in callbacks_of(self._trainer):
+            callbacks_of(self._trainer).remove(self)
         self.task = self._head = self._average.tensors = None
 
 

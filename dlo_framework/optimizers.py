@@ -25,6 +25,11 @@ OPTIMIZERS: NamedFunctions[type[Optimizer]] = NamedFunctions("optimizer", "dlo_f
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
+def stepped_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the tensors of all groups of an optimizer, in their order."""
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
 class PerParameterOptimizer(Optimizer):
     """Base class of optimizers that step one parameter after the other; a parameter without elements is not stepped."""
 

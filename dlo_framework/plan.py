@@ -222,7 +222,7 @@ class ParallelPlan:
             DloError: for a pattern that matches nothing, blocks within blocks, a parameter or buffer with no owner or
                 with two, and tied groups that are not the tensors that are in fact shared.
         """
-        tensors = dict(_named_tensors(module))
+        tensors = dict(named_tensors(module))
         names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
         self._check_patterns(names, list(tensors))
         blocks = self.block_names(module)
@@ -362,7 +362,8 @@ def _check_matches(part: str, pattern: str, names: list[str]) -> None:
         raise DloError(f"{part} pattern '{pattern}' matches nothing in the model{did_you_mean(pattern, shapes)}")
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields a module's parameters and buffers by all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -416,7 +417,7 @@ def _sides(module: nn.Module, blocks: list[str]) -> _Sides:
     order = [name for name, _ in module.named_modules(remove_duplicate=False)]
     first, last = order.index(blocks[0]), order.index(blocks[-1])
     parents = {".".join(pieces[:i]) for b in blocks for pieces in [b.split(".")] for i in range(len(pieces))}
-    for name, _ in _named_tensors(module):
+    for name, _ in named_tensors(module):
         if any(name.startswith(block + ".") for block in blocks):
             continue
         owner = name.rpartition(".")[0]

@@ -26,6 +26,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from dlo_framework.agreement import rank_of, run_on_all_ranks
 from dlo_framework.atomic_file import PARTIAL, describe_shortage, free_bytes
@@ -397,7 +398,7 @@ class LazyStateDict(MutableMapping[str, Any]):
         if isinstance(value, _Reference):
             self._source.read_part(value, box, target)
         else:
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            full = value.full_tensor() if isinstance(value, DTensor) else value
             target.copy_(slice_view(full, full_box(tuple(full.shape)), box))
 
 
@@ -450,11 +451,10 @@ class TensorFile:
         for piece in pieces:
             slice_view(target, part, piece).copy_(slice_view(source, box, piece))
             # The pages are released from the process's memory; the system may still cache them.
-            if hasattr(mmap, "MADV_DONTNEED"):
-                begin, end = (stored.begin + at for at in byte_range(box, piece, size))
-                start = begin // mmap.PAGESIZE * mmap.PAGESIZE
-                stop = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(streaming))
-                streaming.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            begin, end = (stored.begin + at for at in byte_range(box, piece, size))
+            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            stop = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(streaming))
+            streaming.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     @cached_property
     def _streaming(self) -> TensorFile:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.batches import tree_leaves
+from dlo_framework.batches import is_named, rebuild, tree_leaves
 from dlo_framework.checkpoint.store import HashedFile, store_of
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
@@ -58,12 +58,12 @@ def extract_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list
         The remaining tree, with marks, and the tensors with their locations.
     """
     names = frozenset(checkpoint.get("state_dict") or ())
-    found: list[tuple[TensorLocation, Shard]] = []
+    tensors: list[tuple[TensorLocation, Shard]] = []
 
     def walk(node: Any, path: KeyPath, of_model: bool) -> Any:
         if isinstance(node, DTensor | FlatShard | SlicedShard) or (of_model and _is_plain(node)):
             key = _group_and_name(path)
-            found.append((TensorLocation(path, *key), node))
+            tensors.append((TensorLocation(path, *key), node))
             return make_mark(key)
         if isinstance(node, Mapping):
             # By names of the model's tensors: an average, gradients; `name@place` is a rank's own part of a sum.
@@ -72,18 +72,16 @@ def extract_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list
             here = bool(of_model or is_state or named)
             # With its own methods: a lazy mapping reads one tensor at a time.
             rest = {key: walk(node[key], (*path, key), here) for key in node}
-            if getattr(node, "_metadata", None):
-                rest[METADATA] = {key: dict(value) for key, value in node._metadata.items()}  # type: ignore[attr-defined]
+            if versions := module_versions(node):
+                rest[METADATA] = {key: dict(value) for key, value in versions.items()}
             return rest
         if isinstance(node, list | tuple):
             items = [walk(item, (*path, number), of_model) for number, item in enumerate(node)]
-            if hasattr(node, "_fields"):
-                return type(node)(*items)
-            return type(node)(items) if type(node) in (list, tuple, torch.Size) else items
+            return rebuild(node, items) if type(node) in (list, tuple, torch.Size) or is_named(node) else items
         # A NumPy scalar, such as a learning rate computed with NumPy, is not plain data.
         return node.item() if isinstance(node, np.generic) else node
 
-    return walk(checkpoint, (), False), found
+    return walk(checkpoint, (), False), tensors
 
 
 def plain_data(node: Any) -> Any:
@@ -180,15 +178,20 @@ def insert_tensors(
     if place is not None:
         return read(*place)
     if isinstance(rest, dict):
-        tensors = {key: found for key, value in rest.items() if (found := read_mark(value)) is not None}
+        tensors = {key: mark for key, value in rest.items() if (mark := read_mark(value)) is not None}
         others = {key: insert_tensors(value, make, read) for key, value in rest.items() if key not in tensors}
         return make(tensors, others) if tensors else others
     if isinstance(rest, list):
         return [insert_tensors(item, make, read) for item in rest]
-    if isinstance(rest, tuple) and not hasattr(rest, "_fields"):
+    if isinstance(rest, tuple) and not is_named(rest):
         items = [insert_tensors(item, make, read) for item in rest]
         return type(rest)(items)
     return rest
+
+
+def module_versions(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the versions of torch's modules that a ``state_dict`` carries; None without them."""
+    return getattr(state, "_metadata", None)
 
 
 def _is_plain(node: Any) -> bool:
@@ -310,9 +313,9 @@ def make_refusal(path: Path, names: str) -> DloError:
 
 def make_read_error(path: Path, error: Exception) -> DloError:
     """Returns the error of a file that torch cannot or may not read: refused, or damaged."""
-    found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
-    if isinstance(error, pickle.UnpicklingError) and found:
-        return make_refusal(path, found.group(1))
+    class_name = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and class_name:
+        return make_refusal(path, class_name.group(1))
     status = store_of(path).status(path)
     size = f" ({format_bytes(status.bytes)})" if status is not None else ""
     return DloError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -153,7 +153,7 @@ def count_batches(trainer: Any, datamodule: LightningDataModule | None, shares: 
     datamodule.prepare_data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
-    if not hasattr(loader, "__len__"):
+    if not isinstance(loader, Sized):
         return None
     total, limit = len(loader), trainer.limit_train_batches
     if shares > 1 and isinstance(loader, DataLoader) and not isinstance(loader.sampler, DistributedSampler):

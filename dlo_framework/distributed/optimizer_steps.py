@@ -6,6 +6,7 @@ AdamW, Adam and SGD of torch are fused (one kernel for all tensors) by default o
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import chain
@@ -56,8 +57,7 @@ def disable_fused_unscale(optimizer: Any) -> None:
     Lightning (2.6) refuses to clip the gradients of an optimizer that unscales, also in bf16, where nothing is scaled;
     and ranks with shards would each decide alone whether to skip a step.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer._step_supports_amp_scaling = False
+    optimizer._step_supports_amp_scaling = False
 
 
 def own_implementation(group: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,4 @@ def overriding_update(optimizer: Optimizer) -> Callable[[], None] | None:
 
 def take_bare_step(optimizer: Optimizer) -> None:
     """Takes the step of an optimizer's class without torch's wrappers (2.11 to 2.15) for hooks and gradient mode."""
-    step: Any = type(optimizer).step
-    while hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    step(optimizer)
+    inspect.unwrap(type(optimizer).step)(optimizer)

@@ -20,10 +20,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from dlo_framework.distributed.stacks import is_saving, main_frame
+from dlo_framework.distributed.stacks import is_saving, main_frame, module_of
 
 #: Signals that ask a run to stop; the last does what SIGTERM does.
-STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 #: Packages whose signal handlers stop the run. A signal with any other handler is left to the user.
 _KNOWN = ("dlo_framework", "lightning", "pytorch_lightning", "_signal", "signal")
 #: Listener of this process, for processes that are forked from it.
@@ -103,8 +103,8 @@ class SignalListener:
 
 def means_stop(handler: Any) -> bool:
     """Returns whether a signal's handler is one that stops the run, not a user's."""
-    owner = getattr(handler, "__module__", None) or type(handler).__module__
-    return callable(handler) and str(owner).partition(".")[0] in _KNOWN
+    owner = module_of(handler) or type(handler).__module__
+    return callable(handler) and owner.partition(".")[0] in _KNOWN
 
 
 @functools.cache

@@ -5,6 +5,7 @@ The monitor's thread reads it once a second. Training itself records nothing, so
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import os
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlo_framework.registry.registry import own_packages
 
@@ -53,6 +54,13 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         where = f"in {self.hook}" if self.hook else "outside of any hook"
         return f"{where}, waiting in {self.collective}" if self.collective else where
+
+
+def module_of(function: Any) -> str:
+    """Returns the name of the module that defines a function, a partial one too; empty where it is unknown."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
 
 
 def main_frame() -> FrameType | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dlo_framework.distributed.precision import without_empty_clipping
+from dlo_framework.distributed.precision import ShardedClipping, without_empty_clipping
 from dlo_framework.strategy_abilities import Replicas
 from dlo_framework.strategy_contract import contract_of
 
@@ -42,7 +42,7 @@ def agreed_gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
     """
     strategy, inner, plugin = trainer.strategy, torch_optimizer(optimizer), trainer.precision_plugin
     contract = contract_of(strategy)
-    norm: Tensor = getattr(plugin, "gradient_norm", contract.gradient_norm)(inner)
+    norm: Tensor = (plugin if isinstance(plugin, ShardedClipping) else contract).gradient_norm(inner)
     scaler = loss_scaler(plugin)
     if scaler is not None and _unscales_itself(inner):
         norm = norm / scaler._scale.to(norm.device)  # torch (2.11 to 2.15): `get_scale` waits for the device.

@@ -85,7 +85,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts a collective, and runs the operator."""
-        if getattr(func, "namespace", None) in _COLLECTIVES and isinstance(func, OpOverload):
+        if isinstance(func, OpOverload) and func.namespace in _COLLECTIVES:
             name = func._schema.name.rpartition("::")[2]
             if self._own_messages and name in _MESSAGES:
                 self._own_messages -= 1

@@ -229,5 +229,5 @@ def undo_recompute(modules: Iterable[nn.Module]) -> None:
         present = module.__dict__.get("forward")
         if isinstance(present, _Recomputed):
             del module.__dict__["forward"]
-            if getattr(present.forward, "__func__", None) is not type(module).forward:
+            if present.forward != type(module).forward.__get__(module):
                 module.forward = present.forward

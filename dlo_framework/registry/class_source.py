@@ -65,6 +65,11 @@ class SourceNotFoundError(LookupError):
     """Error for a module that does not exist, or that does not have the class."""
 
 
+def module_file(name: str) -> str | None:
+    """Returns the file of an imported module; None for one that has none, or is not imported."""
+    return getattr(sys.modules.get(name), "__file__", None)
+
+
 def find_spec(module: str) -> ModuleSpec | None:
     """Finds a module as ``import`` would, without importing its parents, as ``importlib.util.find_spec`` does.
 
@@ -274,10 +279,10 @@ class _Module:
     def _find_constant(self, name: str, chain: int) -> tuple[_Module, ast.expr]:
         """Returns the module and the value of a constant, following imports."""
         for node in self.statements() if chain <= _LONGEST_CHAIN else ():
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            if value is not None and any(isinstance(each, ast.Name) and each.id == name for each in targets):
-                return self, value
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                    return self, node.value
             for module, wanted in self._imported_from(node, name):
                 home = _Module.find(module)
                 if home is not None:

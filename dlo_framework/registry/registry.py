@@ -37,10 +37,11 @@ from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dlo_framework.errors import DloError, did_you_mean, nearest, unknown_hint
 from dlo_framework.extensions import installed_points, registering_modules
-from dlo_framework.registry.class_source import SourceNotFoundError, find_spec, read_summary
+from dlo_framework.registry.class_source import SourceNotFoundError, find_spec, module_file, read_summary
 
 BASES = {
     "strategy": "lightning.pytorch.strategies.Strategy",
@@ -263,7 +264,7 @@ def _public_classes(module: ModuleType) -> list[type]:
     for name, value in vars(module).items():
         if inspect.isclass(value) and not name.startswith("_"):
             home = value.__module__
-            if home == module.__name__ or (hasattr(module, "__path__") and home.startswith(f"{module.__name__}.")):
+            if f"{home}.".startswith(f"{module.__name__}."):
                 found.append(value)
     return list(dict.fromkeys(found))
 
@@ -273,16 +274,15 @@ def _names_allowed_base(cls: type) -> bool:
     return any(base.__module__.partition(".")[0] in allowed_roots() for base in cls.__mro__[1:])
 
 
-def _register_strategy(plugin: Plugin, cls: type) -> None:
+def _register_strategy(plugin: Plugin, cls: Any) -> None:
     """Registers a strategy's aliases with Lightning, so that ``--trainer.strategy zero2`` works."""
     from lightning.pytorch.strategies import StrategyRegistry
 
     if any(entry["strategy"] is cls for entry in StrategyRegistry.values()):
         return
-    register = getattr(cls, "register_strategies", None)
-    if register is not None and "register_strategies" in vars(cls):  # An inherited one registers the base class.
+    if "register_strategies" in vars(cls):  # An inherited one registers the base class.
         try:
-            register(StrategyRegistry)
+            cls.register_strategies(StrategyRegistry)
         except Exception as error:
             raise DloError(
                 f"plugin '{plugin.name}' ({plugin.origin}) failed to register its strategies: "
@@ -397,7 +397,7 @@ def _roots(file: Path) -> Iterator[Path]:
 def _imports_file(name: str, file: Path) -> bool:
     """Returns whether importing ``name`` imports ``file``."""
     if name in sys.modules:
-        origin = getattr(sys.modules[name], "__file__", None)
+        origin = module_file(name)
     else:
         spec = find_spec(name)
         origin = spec.origin if spec and spec.has_location else None

@@ -62,7 +62,7 @@ def shorten_warnings() -> None:
     Lightning (2.6) sets the same hook for its own warnings when it is imported, so this must be called afterwards.
     """
     before = warnings.formatwarning
-    if getattr(before, "is_dlos", False):
+    if before.__module__ == __name__:
         return
 
     def format_warning(
@@ -72,7 +72,6 @@ def shorten_warnings() -> None:
             return before(message, category, filename, lineno, line)
         return f"warning: {message}\n"
 
-    format_warning.is_dlos = True  # type: ignore[attr-defined]
     warnings.formatwarning = format_warning
 
 

@@ -27,17 +27,11 @@ from typing import Any, NamedTuple
 class Streams:
     """Standard output and error of the caller, for a process forked from a server, which has the server's."""
 
-    def __init__(self) -> None:
-        self._sent: list[Any] = []
+    def __init__(self, sent: Any = ()) -> None:
+        self._sent = sent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Streams._from_sent, ([DupFd(number) for number in (1, 2)] if hasattr(os, "fork") else [],)
-
-    @staticmethod
-    def _from_sent(sent: list[Any]) -> Streams:
-        streams = Streams()
-        streams._sent = sent
-        return streams
+        return Streams, ([DupFd(number) for number in (1, 2)],)
 
     def redirect(self) -> None:
         """Replaces this process's standard output and error by the caller's."""
@@ -229,15 +223,12 @@ def _end_with_the_parent() -> None:
 
     A daemonic process would end too, but may not start loader workers.
     """
-    if hasattr(os, "setsid"):
-        os.setsid()
+    os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         parent.join()
-        if hasattr(os, "killpg"):
-            os.killpg(os.getpgid(0), signal.SIGKILL)
-        os._exit(1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="parent watch").start()

@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import Any
 
 from dlo_framework.errors import DloError
+from dlo_framework.registry.class_source import module_file
 from dlo_framework.registry.registry import own_packages
 from dlo_framework.testing import rank_main as rank_module
 from dlo_framework.testing.rank_main import Answer, Job, Streams
@@ -167,9 +168,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, item: Any) -> Any:
         """Notes the module of a function or class, which are pickled as a module and a name."""
-        name = getattr(item, "__module__", None) if isinstance(item, type | FunctionType) else None
-        if name is not None and name != "__main__":  # multiprocessing runs a script again by itself.
-            self.modules[name] = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(item, type | FunctionType) and item.__module__ != "__main__":  # multiprocessing runs that again.
+            self.modules[item.__module__] = module_file(item.__module__)
         return NotImplemented
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.batches import batch_size, sample_shapes
-from dlo_framework.callback import PluginCallback, drops_gradients
+from dlo_framework.callback import PluginCallback, callbacks_of, drops_gradients
 from dlo_framework.costs import FlopCounter, SampleShape, peak_flops
 from dlo_framework.data.description import DataDescription, run_datamodule
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm
@@ -521,7 +521,7 @@ def find_misspelt(name: str, logged: Iterable[str]) -> str | None:
 
 def _monitored(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yields the names that must be logged, with their owners."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         name, is_optional = getattr(callback, "monitor", None), getattr(callback, "monitor_is_optional", False)
         if isinstance(name, str) and getattr(callback, "strict", True) and not is_optional:
             yield type(callback).__name__, name

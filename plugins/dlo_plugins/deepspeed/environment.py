@@ -88,8 +88,7 @@ def join_process_group(backend: str, port: int, timeout: timedelta | None) -> No
     # for that; it looks in its table of operators that can be built.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # It keeps groups in module variables and never checks whether they still exist.
-    world = getattr(groups, "_WORLD_GROUP", None)
-    if world is not None and world not in dist.distributed_c10d._world.pg_map:
+    if groups._WORLD_GROUP not in (None, *dist.distributed_c10d._world.pg_map):
         groups._WORLD_GROUP = None
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, distributed_port=port, verbose=False, **given)

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.batches import is_named
 from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.data.description import run_datamodule
@@ -596,7 +597,7 @@ def split_batch(batch: Any) -> tuple[Any, TeacherOutputs | None]:
         return {key: value for key, value in batch.items() if key not in (KEY, _POSITIONS)}, batch[KEY]
     if isinstance(batch, tuple) and batch and isinstance(batch[-1], TeacherOutputs):
         items, kind = batch[:-1], batch[-1].kind
-        return (kind(*items) if hasattr(kind, "_fields") else kind(items)), batch[-1]
+        return (kind(*items) if is_named(kind) else kind(items)), batch[-1]
     return batch, None
 
 

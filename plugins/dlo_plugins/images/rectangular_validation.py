@@ -65,7 +65,7 @@ class RectangularValidation(PluginCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the datamodule makes rectangles."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if stage in ("fit", "validate") and not hasattr(datamodule, "rectangular_val_dataloader"):
+        if stage in ("fit", "validate") and DataDescription(datamodule).rectangular_val_dataloader is None:
             got = "none" if datamodule is None else f"{type(datamodule).__name__} without it"
             raise DloError(
                 "RectangularValidation: the datamodule must batch images by shape (rectangular_val_dataloader),"

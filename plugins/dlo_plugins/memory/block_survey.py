@@ -13,7 +13,6 @@ inside one operator, and the inside of compiled code, is not seen.
 from __future__ import annotations
 
 import contextlib
-import functools
 import statistics
 import time
 import weakref
@@ -27,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.batches import tree_leaves, tree_map
+from dlo_framework.distributed.stacks import module_of
 from dlo_framework.errors import DloError
 from dlo_framework.models.recompute import BufferGuard, checkpointed, in_backward, recomputes
 from dlo_plugins.memory.activation_checkpoint import contexts_for
@@ -68,7 +68,7 @@ class BlockRun:
 
     def forward(self, mode: str) -> tuple[list[Tensor], list[Tensor]]:
         """Runs forward; returns the inputs and the outputs that have gradients."""
-        args, kwargs = tree_map(_detached, self._given)
+        args, kwargs = tree_map(detached, self._given)
         torch.clear_autocast_cache()
         if mode == "all":
             outputs = self._forward(*args, **kwargs)
@@ -91,7 +91,7 @@ class BlockRun:
         """
         with self._isolated():
             start = log.mark()
-            args, kwargs = tree_map(_detached, self._given)
+            args, kwargs = tree_map(detached, self._given)
             # With gradients, as in a region: some operators in place copy their input then.
             torch.clear_autocast_cache()
             outputs = checkpointed(self._forward, *args, **kwargs)
@@ -195,7 +195,7 @@ class _PackedBytes:
         return log.allocated_bytes(storages, start, log.numbers(outputs))
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
     """Returns a tensor apart from its graph; other arguments as they are."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -428,14 +428,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _has_foreign_hook(block: nn.Module) -> bool:
     hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
-    return not all(_module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks)
-
-
-def _module_of(hook: Any) -> str:
-    """Returns the name of the module that defines a function, a partial one too."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__module__", None) or ""
+    return not all(module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks)
 
 
 @dataclass(frozen=True)

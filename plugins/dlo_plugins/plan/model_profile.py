@@ -32,6 +32,7 @@ from dlo_framework.fake_kernels import copy_modules, fake_copy, fake_like, fake_
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import BoundsLogits
+from dlo_plugins.memory.block_survey import detached
 from dlo_plugins.parallel.user_code import function_name
 from dlo_plugins.plan.operation_recorder import (
     FusedKernels,
@@ -272,7 +273,7 @@ def profile_block(
         kwargs: Keyword arguments.
         rows: Rows of the micro-batch.
     """
-    args, kwargs = tree_map(_detached, (args, kwargs))
+    args, kwargs = tree_map(detached, (args, kwargs))
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     saved, first, second = _Saved(recorder), Record(), Record()
     recorder.forget()
@@ -301,11 +302,7 @@ def profile_block(
         collectives=len(regions.regions_in(name)), gathered=inputs / rows, cast=DividedAmount(*first.casts),
         entered=passed.entered / rows, left=passed.left / rows,
     )  # fmt: skip
-    return part, tree_map(_detached, outputs)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return part, tree_map(detached, outputs)
 
 
 def _modes(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of
 from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_choice, check_number
@@ -549,5 +549,4 @@ def _gather(trainer: Trainer, own: RankProfile | None) -> list[RankProfile]:
 
 
 def _find(trainer: Trainer, kind: type[Any]) -> Any:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, kind)), None)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dlo_framework.errors import DloError, did_you_mean, shown_names
+from dlo_framework.local_memory import stored_tensors
 from dlo_framework.models.autocast import autocast_dtype, no_autocast
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.parallel.tensor.projections import RowProduct
@@ -93,12 +94,12 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
     Raises:
         DloError: From the function, if a layer has not been called, or with inputs of different numbers of dims.
     """
-    found: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
     dims: dict[str, set[int]] = {name: set() for name in names}
 
     def observe(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         scale = symmetric_scale(args[0].detach().float().reshape(1, -1), 8).clamp(min=torch.finfo(torch.float32).eps)
-        found[name] = torch.maximum(found.get(name, scale), scale)
+        largest[name] = torch.maximum(largest.get(name, scale), scale)
         dims[name].add(args[0].ndim)
 
     def scales() -> dict[str, Tensor]:
@@ -114,7 +115,7 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
                 "Quantise: each layer's input must have one number of dims for int8_static, got"
                 f" {sorted(dims[mixed[0]])} in {shown_names(mixed)}; add them to skip, or set scheme: int8"
             )
-        return {name: found[name].reshape([1] * max(dims[name])) for name in names}
+        return {name: largest[name].reshape([1] * max(dims[name])) for name in names}
 
     handles = [model.get_submodule(name).register_forward_pre_hook(partial(observe, name)) for name in names]
     try:
@@ -126,19 +127,7 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of tensors, those inside quantised tensors too; a tensor that is shared counts once."""
-    seen: dict[int, int] = {}
-
-    def add(tensor: Tensor) -> None:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is None:
-            seen[tensor.data_ptr()] = tensor.nbytes
-            return
-        for name in flatten()[0]:
-            add(getattr(tensor, name))
-
-    for tensor in tensors:
-        add(tensor)
-    return sum(seen.values())
+    return sum({held.data_ptr(): held.nbytes for tensor in tensors for held in stored_tensors(tensor)}.values())
 
 
 def measure_bytes(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
@@ -171,8 +160,8 @@ def choose_layers(
     Raises:
         DloError: If a pattern matches no layer, none is left, or a layer has a shape that the scheme cannot have.
     """
-    found = [name for name in linear_layers(model) if not _covered(name, head)]
-    chosen = leave_out(found, skip, "Quantise: skip must match linear layers that would be quantised")
+    layers = [name for name in linear_layers(model) if not _covered(name, head)]
+    chosen = leave_out(layers, skip, "Quantise: skip must match linear layers that would be quantised")
     if not chosen:
         raise DloError(
             f"Quantise: {type(model).__name__} must have linear layers outside its head and skip, got none; shorten"
@@ -221,16 +210,16 @@ def _covered(name: str, patterns: Sequence[str]) -> bool:
 
 def _patterns(some: Sequence[str], names: Sequence[str]) -> list[str]:
     """Returns patterns that match some of the names and no other: with `*` for numbers where that is so."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name in some:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        found[pattern if {each for each in names if _covered(each, [pattern])} <= set(some) else name] = None
-    return list(found)
+        patterns[pattern if {each for each in names if _covered(each, [pattern])} <= set(some) else name] = None
+    return list(patterns)
 
 
 def _check_shapes(model: nn.Module, names: list[str], group_size: int, slices: int) -> None:
-    found = linear_layers(model)
-    shapes = {name: found[name].weight.shape for name in names}
+    layers = linear_layers(model)
+    shapes = {name: layers[name].weight.shape for name in names}
     uneven = [name for name, (_, inputs) in shapes.items() if inputs % group_size]
     if uneven:
         fits = [size for size in GROUP_SIZES if not any(inputs % size for _, inputs in shapes.values())]
@@ -392,5 +381,5 @@ class _FakeQuantisedLinear(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, grid: Grid | None, dtype: torch.dtype | None) -> Tensor:
-    found = x if grid is None else fake_quantise(x, grid)
-    return found if dtype is None else found.to(dtype)
+    quantised = x if grid is None else fake_quantise(x, grid)
+    return quantised if dtype is None else quantised.to(dtype)

@@ -24,9 +24,9 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal, get_args
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.fake_kernels import fake_copy
 from dlo_framework.progress import fraction_seen, optimizer_steps
@@ -122,8 +122,7 @@ class LearningRateSchedule(PluginCallback, ABC):
                 f" got {', '.join(schedulers)};"
                 f" {'set model.init_args.schedule: constant' if has_option else 'remove one of them'}"
             )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for one in callbacks:
+        for one in callbacks_of(trainer):
             if isinstance(one, LearningRateSchedule) and one is not self:
                 raise DloError(
                     f"{name}: one callback must set the learning rate, got {type(one).__name__} too; remove one of them"

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.callback import callbacks_of
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ShortTrainer, open_run, train_briefly
 from dlo_framework.errors import DloError, OrderlyEnd, check_number
@@ -237,7 +238,7 @@ def set_learning_rate(trainer: Trainer, lr: float) -> None:
     if max(before) > 0:
         for config in trainer.lr_scheduler_configs:
             _scale_scheduler(config.scheduler, lr / max(before))
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         if hasattr(callback, "set_max_lr"):
             callback.set_max_lr(lr)
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from dlo_framework.callback import PluginCallback
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.optimizers import stepped_tensors
 from dlo_framework.strategy_abilities import SeparateSteps
 from dlo_framework.strategy_contract import contract_of
 
@@ -92,8 +93,7 @@ def _put_average(optimizer: ScheduleFreeOptimizer) -> None:
 @torch.no_grad()
 def _put_trained(optimizer: ScheduleFreeOptimizer) -> None:
     assert optimizer._trained is not None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter, trained in zip(parameters, optimizer._trained, strict=True):
+    for parameter, trained in zip(stepped_tensors(optimizer), optimizer._trained, strict=True):
         parameter.copy_(trained)
     optimizer._trained = None
 

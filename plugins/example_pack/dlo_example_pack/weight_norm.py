@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dlo_framework import DloError
 from dlo_framework.callback import PluginCallback
@@ -31,7 +32,7 @@ def weight_norms(module: nn.Module, depth: int) -> dict[str, Tensor]:
         if not parameter.requires_grad:
             continue
         norm = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)
-        square = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+        square = (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
         part = ".".join(name.split(".")[:-1][:depth]) or name
         squares[part] = squares[part] + square if part in squares else square
     total = torch.stack(list(squares.values())).sum() if squares else torch.zeros(())

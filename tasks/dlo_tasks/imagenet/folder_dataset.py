@@ -76,9 +76,7 @@ class ImageDataset:
 
     def read_ahead(self, draws: list[Draw]) -> None:
         """Begins to fetch the drawn images, if their source is a stream."""
-        fetch = getattr(self.source, "read_ahead", None)
-        if fetch is not None:
-            fetch([draw.index for draw in draws])
+        self.source.read_ahead([draw.index for draw in draws])
 
     def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor | EncodedImages, torch.Tensor] | CountedBatch:
         """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B].

@@ -27,14 +27,13 @@ from dlo_framework.data.remote import (
     read_at,
     scan_tar,
 )
-from dlo_framework.errors import DloError, did_you_mean, nearest
+from dlo_framework.errors import DloError, did_you_mean, nearest, shown_names
 from dlo_framework.lock import build_once
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 LABEL_SUFFIXES = (".cls", ".json")
 MAX_LABEL_BYTES = 1 << 16
 _INDEX_FORMAT = 2
-_O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 class ImageSource(Protocol):
@@ -50,6 +49,9 @@ class ImageSource(Protocol):
 
     def name(self, index: int) -> str:
         """Returns the name of the file for messages."""
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Begins to fetch images that are not on a disk."""
 
 
 class FolderSource:
@@ -83,9 +85,12 @@ class FolderSource:
         start = int(self._ends[index - 1]) if index else 0
         return f"{self._prefix}{os.fsdecode(self._block[start : int(self._ends[index])])}"
 
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Does nothing: the files are on a disk."""
+
     def read(self, index: int, most: int | None = None) -> bytes:
         """Returns the file's bytes, with half the system calls of ``open().read()``."""
-        file = os.open(self.name(index), os.O_RDONLY | _O_CLOEXEC)
+        file = os.open(self.name(index), os.O_RDONLY)
         try:
             return read_at(file, most or os.fstat(file).st_size, 0)
         finally:
@@ -207,8 +212,7 @@ class JoinedImages:
         """Begins to fetch images."""
         for index in indices:
             source, within = self._place(index)
-            if isinstance(source, ShardSource):
-                source.read_ahead([within])
+            source.read_ahead([within])
 
     def _place(self, index: int) -> tuple[ImageSource, int]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -383,8 +387,8 @@ def _guess_root(root: Path) -> str:
         return f"rename {root / near} to train, or set data.init_args.root"
     if folders and "val" not in folders:
         return (
-            f"its folders {_some(folders)} look like classes: move them to {root / 'train'}, and a part of each one's"
-            f" images to {root / 'val'}/<class>"
+            f"its folders {shown_names(folders)} look like classes: move them to {root / 'train'}, and a part of each"
+            f" one's images to {root / 'val'}/<class>"
         )
     return "set data.init_args.root"
 
@@ -445,7 +449,8 @@ def open_source(root: Path | str, split: str, class_names: list[str], storage: S
     foreign = sorted(set(present) - set(class_names))
     if foreign:
         raise DloError(
-            f"{folder} must have only the classes of train/, got {_some(foreign)}; remove them or add them to train/"
+            f"{folder} must have only the classes of train/, got {shown_names(foreign)}; remove them, or add them to"
+            " train/"
         )
     if not present:
         raise DloError(f"{folder} has no class folders; expected {split}/<class>/*.jpg")
@@ -455,10 +460,6 @@ def open_source(root: Path | str, split: str, class_names: list[str], storage: S
     if empty:
         raise DloError(
             f"each class must have an image ({', '.join(IMAGE_SUFFIXES)}), got the empty folder"
-            f" {_some([str(folder / name) for name in empty])}; add images or remove the folder"
+            f" {shown_names([str(folder / name) for name in empty])}; add images or remove the folder"
         )
     return files
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

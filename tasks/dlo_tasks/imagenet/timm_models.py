@@ -74,8 +74,7 @@ def read_mlp(mlp: nn.Module) -> DenseMLP | None:
         return None
     if (up.bias is None) != (down.bias is None):
         return None
-    dropout = mlp.drop1.p, getattr(getattr(mlp, "drop2", None), "p", 0.0)
-    return DenseMLP(up, down, mlp.act, gate, dropout)
+    return DenseMLP(up, down, mlp.act, gate, dropout=(mlp.drop1.p, mlp.drop2.p))
 
 
 def dense_mlps(model: nn.Module) -> list[nn.Module]:
@@ -533,7 +532,7 @@ def _mixes(name: str, layer: Any) -> DloError:
     return DloError(
         "prune: layers of a block must be dense or depthwise convolutions, batch norms and squeeze-and-excitation for"
         f" --channels, got {name}, {type(layer).__name__}"
-        f"{f' with groups={layer.groups}' if hasattr(layer, 'groups') else ''}; use the callback Prune"
+        f"{f' with groups={layer.groups}' if isinstance(layer, nn.Conv2d) else ''}; use the callback Prune"
     )
 
 

@@ -109,7 +109,7 @@ class PackedSamples:
         first, counts = self._first[index], self._first[index + 1] - self._first[index]
         width = self._seq_len
         if self.lengths is not None:
-            longest = getattr(draws, "length", None) or int(self.lengths[index].max())
+            longest = (draws.length if isinstance(draws, StepDraws) else None) or int(self.lengths[index].max())
             width = min(-(-longest // MULTIPLE) * MULTIPLE, width)
         pieces = np.repeat(first, counts) + ranges(counts)
         begin = np.repeat(np.arange(len(draws)) * width, counts) + self._offset[pieces]

@@ -66,7 +66,7 @@ def count_token_bytes(tokenizer: Any, size: int) -> Tensor:
     counts = torch.zeros(size, dtype=torch.long)
     special = set(tokenizer.all_special_ids)
     # Those of GPT-2 and Llama 3 represent each byte by one character.
-    is_byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    is_byte_level = tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
     for token, number in tokenizer.get_vocab().items():
         if number >= size or number in special:
             continue

@@ -19,7 +19,7 @@ import torch
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
-from dlo_tasks.language.batches import MULTIPLE, Batch, PackingName, finish, gather_tokens
+from dlo_tasks.language.batches import MULTIPLE, Batch, PackingName, StepDraws, finish, gather_tokens
 from dlo_tasks.language.packing import pack_best_fit, ranges
 from dlo_tasks.language.preference_records import COLUMNS, read_preferences, style_preferences, tokenize_preferences
 from dlo_tasks.language.records import format_location
@@ -274,7 +274,7 @@ class PreferenceRows:
         each = self._members.shape[1]
         most = max(past - first for first, past in spans) * each
         held = [self._answers.select(self._members[first:past].ravel()) for first, past in spans]
-        batch = self._gather(held, getattr(draws, "length", None))
+        batch = self._gather(held, draws.length if isinstance(draws, StepDraws) else None)
         answers = np.full((len(draws), most), -1, dtype=np.int64)
         for number, (first, past) in enumerate(spans):
             answers[number, : (past - first) * each] = self._preferred[first:past].ravel()

@@ -192,9 +192,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:  # as JSONDecodeError and UnicodeDecodeError are
         if line.lstrip(codecs.BOM_UTF8).strip() in (b"[", b"[{", b"{"):
             raise _not_lines(where) from None
-        what = getattr(error, "msg", None) or str(error)
-        column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DloError(f"{where}: JSON is invalid{column}: {what}; correct or remove the line") from None
+        what = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
+        raise DloError(f"{where}: JSON is invalid{what}; correct or remove the line") from None
     if isinstance(values, list) and all(isinstance(value, dict) for value in values):
         raise _not_lines(where)
     if not isinstance(values, dict):

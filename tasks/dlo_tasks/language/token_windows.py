@@ -78,7 +78,7 @@ def map_bytes(path: Path, random: bool = False) -> np.ndarray:
     """
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if random and hasattr(mmap, "MADV_RANDOM"):
+    if random:
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, np.uint8)  # It keeps the mapping.
 

@@ -72,7 +72,7 @@ def summed_distillation(
         hidden, targets = select_targets(hidden, targets, count, waits=waits)
     if shard is not None:
         hidden = shard.enter(hidden)
-    theirs = _Teacher(teacher, teacher_hidden, shard, getattr(student.module, "out_features", None))
+    theirs = _Teacher(teacher, teacher_hidden, shard, student.out_features)
     if calls_at_once[0]:  # Called on ranks without a token too.
         return _distillation_at_once(student, hidden, targets, theirs, loss)
     rows = chunk or chunk_tokens(_COPIES * head_width(student), len(targets), kernel)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard, shard_of
+from dlo_framework.local_memory import inner_tensors
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.language.batches import IGNORE_INDEX
 
@@ -60,7 +61,7 @@ class VocabularyHead:
         """
         if self.shard is None:
             logits = self.logits(hidden)
-            found = F.cross_entropy(
+            losses = F.cross_entropy(
                 logits,
                 targets,
                 ignore_index=IGNORE_INDEX,
@@ -69,8 +70,8 @@ class VocabularyHead:
             )
             if terms.z_loss:
                 squares = torch.logsumexp(logits, dim=1).square().masked_fill(targets == IGNORE_INDEX, 0)
-                found = found + terms.z_loss * (squares if per_token else squares.sum())
-            return found
+                losses = losses + terms.z_loss * (squares if per_token else squares.sum())
+            return losses
         losses = self.shard.cross_entropy(self.own_logits(hidden), targets, terms)
         losses = losses.masked_fill(targets == IGNORE_INDEX, 0)
         return losses if per_token else losses.sum()
@@ -80,10 +81,15 @@ class VocabularyHead:
         return self._bent(self.module(hidden, split=True))
 
     def _bent(self, logits: Tensor) -> Tensor:
-        found = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        bent = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
-            found = found * self.scale
-        return found if self.softcap is None else self.softcap * torch.tanh(found / self.softcap)
+            bent = bent * self.scale
+        return bent if self.softcap is None else self.softcap * torch.tanh(bent / self.softcap)
+
+    @property
+    def out_features(self) -> int | None:
+        """Number of logits per token; None where the projection does not say it."""
+        return getattr(self.module, "out_features", None)
 
     @property
     def is_gathered(self) -> bool:
@@ -106,15 +112,14 @@ class VocabularyHead:
         return plain and self.scale == 1.0
 
 
-def is_quantised(module: nn.Module) -> bool:
+def is_quantised(module: Any) -> bool:
     """Returns whether a weight is a tensor of several others, such as torchao's, which only its layer computes with."""
-    return hasattr(module.weight, "__tensor_flatten__")
+    return bool(inner_tensors(module.weight))
 
 
 def head_width(head: VocabularyHead) -> int:
     """Returns the number of logits per token; 2**18 for a head without `out_features`."""
-    found = getattr(head.module, "out_features", None)
-    return found if isinstance(found, int) else 2**18
+    return head.out_features or 2**18
 
 
 def can_run_inside(head: VocabularyHead) -> bool:
@@ -149,17 +154,17 @@ def run_inside(head: VocabularyHead, hidden: Tensor, function: Callable[[Vocabul
     forward, own = module.forward, module.__dict__.get("forward")
 
     def inner(states: Tensor) -> _Result:
-        return function(replace(head, module=_Direct(module, forward)), states)
+        return function(replace(head, module=_Direct(module, forward, head.out_features)), states)
 
     module.__dict__["forward"] = inner
     try:
-        found: _Result = module(hidden)
+        result: _Result = module(hidden)
     finally:
         if own is None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = own
-    return found
+    return result
 
 
 class _Direct(nn.Module):
@@ -168,13 +173,13 @@ class _Direct(nn.Module):
     Args:
         module: Module with the weights.
         forward: Forward of that module, without hooks.
+        out_features: Number of logits per token, if it is known.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor], out_features: int | None) -> None:
         super().__init__()
         self._parameters = module._parameters
-        self._forward = forward
-        self.out_features = getattr(module, "out_features", None)
+        self._forward, self.out_features = forward, out_features
         shard: Any = shard_of(module)
         if shard is not None:
             set_shard(self, shard)

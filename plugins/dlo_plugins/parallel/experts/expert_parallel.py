@@ -15,6 +15,7 @@ size, and the gradient of their inputs is multiplied by it again. Both are exact
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.models.experts.expert_mixtures import COUNTS
 from dlo_framework.plan import Applier, ParallelPlan, Phase
 from dlo_framework.shards import get_layout, make_equal_slice
+from dlo_plugins.parallel.tensor.expert_slices import SlicedExperts
 
 AXIS = "ep"
 
@@ -267,8 +269,8 @@ def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup)
         for attribute in COUNTS:
             if getattr(module, attribute, None) == mixture.count:
                 setattr(module, attribute, ranks.local)
-    sliced: Any = getattr(experts.forward, "__wrapped__", None)
-    if hasattr(sliced, "wrap_compute"):  # Tensor parallelism sums the ranks' outputs after the exchange.
+    sliced = inspect.unwrap(experts.forward)
+    if isinstance(sliced, SlicedExperts):  # Tensor parallelism sums the ranks' outputs after the exchange.
         sliced.wrap_compute(lambda compute: DividedExperts(experts, compute, ranks, mixture))
     else:
         # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.

@@ -20,6 +20,7 @@ from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.norms import total_norm
+from dlo_framework.optimizers import stepped_tensors
 from dlo_framework.shards import Shard, TensorSlice, attach_slice, place_in_slice
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.parallel.fsdp.row_shards import JoinedTensorShard, RowGroup, RowShard, SeparateShards, make_groups
@@ -219,7 +220,7 @@ class OptimizerShards:
         names = {id(parameter): name for name, parameter in self.sharded.parameters.items() if selects(name)}
         masters = self.sharded.masters
         if masters is not None:
-            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            given: list[Any] = stepped_tensors(optimizer)
             named = {names[id(parameter)]: parameter for parameter in given if id(parameter) in names}
             return list(masters.groups(named, self.sharded.device))
         return make_groups(optimizer, names, sharers, self.sharded.device)
@@ -459,7 +460,7 @@ class OptimizerShards:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""
         share = self._shares[id(optimizer)]
         found = dict(share.local_params) if share is not None else {}
-        for tensor in _stepped(optimizer):
+        for tensor in stepped_tensors(optimizer):
             if id(tensor) in self._names:
                 found[self._names[id(tensor)]] = tensor
         return found
@@ -503,7 +504,3 @@ def _place(share: OptimizerShard[RowGroup], slices: dict[str, TensorSlice], name
 
 def _parameters(share: OptimizerShard[RowGroup]) -> list[nn.Parameter]:
     return [parameter for group in share.groups for parameter in group.parameters]
-
-
-def _stepped(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

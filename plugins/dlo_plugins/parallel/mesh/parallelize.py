@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,7 +25,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.local_memory import memory_of
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import Context, PlacedModel
-from dlo_framework.plan import Applier, ParallelPlan, Phase
+from dlo_framework.plan import Applier, ParallelPlan, Phase, named_tensors
 from dlo_framework.shards import Layout, get_layout
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
@@ -325,7 +325,7 @@ class CutIntoStages(Applier):
         )
         firsts = [pipeline.stages.blocks[first] for first in pipeline.stages.first[1:-1]]
         self._options.appliers.tensor.gather_between_stages(module, plan, firsts)
-        names, own = [name for name, _ in _tensors(module)], pipeline.ownership
+        names, own = [name for name, _ in named_tensors(module)], pipeline.ownership
         layout.other_stages |= {name for name in names if not own(name)}
         layout.tied_copies |= {name for name in names if own(name) and not own.is_first_holder(name)}
 
@@ -402,11 +402,6 @@ def _check_plain(module: nn.Module, applier: Applier) -> None:
             f"appliers must leave sharding to FullyShard, got a DTensor '{name}' from {type(applier).__name__}; derive"
             " it from FullyShard and set its options, or leave it out"
         )
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def frozen_options(options: MeshOptions, *, dtype: torch.dtype | None = None, offload: bool = False) -> MeshOptions:

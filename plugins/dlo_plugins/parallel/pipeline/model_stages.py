@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dlo_framework.costs import OperatorCounter
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_places, fake_tensors, tensor_places, tensors_replaced
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import ParallelPlan, named_tensors
 
 
 class Stages:
@@ -48,7 +48,7 @@ class Stages:
         self._plan = plan
         shared: dict[int, set[int]] = {}
         found: dict[str, Tensor] = {}
-        for name, tensor in _named_tensors(model):
+        for name, tensor in named_tensors(model):
             stage = self._own_stage(name, isinstance(tensor, nn.Parameter))
             if stage is not None:
                 shared.setdefault(id(tensor), set()).add(stage)
@@ -145,7 +145,7 @@ def release_other_stages(model: nn.Module, stages: Stages, held: Collection[int]
     """
     holds = StageOwnership(stages, held)
     gone: dict[int, Tensor] = {}
-    for name, tensor in list(_named_tensors(model)):
+    for name, tensor in list(named_tensors(model)):
         if holds(name):
             continue
         empty = gone.get(id(tensor))
@@ -214,11 +214,6 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
     parent = name.rpartition(".")[0]
     plans = [ParallelPlan(stem=(pattern,)) for pattern in patterns]
     return any(plan.owners(name) and not (parent and plan.owners(parent)) for plan in plans)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 @dataclass(frozen=True)
