@@ -50,10 +50,10 @@ class HasAbilities:
 
     def find_ability(self, kind: type[A]) -> A | None:
         """Returns an ability; None without it."""
-        found = self.abilities().get(kind, self)
-        if isinstance(found, kind):
-            return found
-        return kind() if kind.has_default and not isinstance(found, str) else None
+        declared = self.abilities().get(kind, self)
+        if isinstance(declared, kind):
+            return declared
+        return kind() if kind.has_default and not isinstance(declared, str) else None
 
     def ability(self, kind: type[A], feature: str = "") -> A:
         """Returns an ability.
@@ -65,9 +65,9 @@ class HasAbilities:
         Raises:
             DloError: This one does not have it; the message has the reason and the fix.
         """
-        found = self.find_ability(kind)
-        if found is not None:
-            return found
+        ability = self.find_ability(kind)
+        if ability is not None:
+            return ability
         reason = self.abilities().get(kind, kind.missing)
         raise DloError(f"{feature or kind.feature} does not support {self.ability_owner}: {reason}")
 

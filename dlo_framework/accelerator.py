@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,8 +15,8 @@ from torch import nn
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.optimizer_steps import disable_fused_unscale
-from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import check_choice, check_number
+from dlo_framework.strategy_contract import contract_of
 
 #: Types that a batch may hold beside tensors and still be copied on a separate stream.
 _PLAIN = (int, float, str, bytes, type(None))
@@ -61,8 +62,7 @@ class AcceleratorSettings(BatchCopier):
         check_number("AcceleratorSettings: gc_steps", gc_steps, "at least 0", "0 leaves it to Python")
         self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
         self.gc_steps, self.copy_stream = gc_steps, copy_stream
-        self._copies: BatchCopyStream | None = None
-        self._sharded: ShardedStrategy | None = None
+        self._copy: Callable[[Any], Any] | None = None
         self._collector: Collector | None = None
         self._before: tuple[str, bool] | None = None
 
@@ -75,8 +75,8 @@ class AcceleratorSettings(BatchCopier):
         if torch.get_float32_matmul_precision() == "highest":  # torch's default, so no one has set another
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.copy_stream:
-            self._copies = BatchCopyStream(device)
-            self._sharded = trainer.strategy if isinstance(trainer.strategy, ShardedStrategy) else None
+            copies, contract = BatchCopyStream(device), contract_of(trainer.strategy)
+            self._copy = lambda batch: copies.copy(contract.attach_counts(batch))
             join_transfer(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,8 +113,8 @@ class AcceleratorSettings(BatchCopier):
             torch.set_float32_matmul_precision(self._before[0])
             torch.backends.cudnn.benchmark = self._before[1]
             self._before = None
-        if self._copies is not None:
-            self._copies = self._sharded = None
+        if self._copy is not None:
+            self._copy = None
             leave_transfer(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -123,9 +123,7 @@ class AcceleratorSettings(BatchCopier):
 
     def copy_batch(self, batch: Any) -> Any:
         """Returns the batch on the device, with the sample count that the strategy has taken before."""
-        if self._copies is None:
-            return batch
-        return self._copies.copy(batch if self._sharded is None else self._sharded.attach_counts(batch))
+        return batch if self._copy is None else self._copy(batch)
 
 
 class BatchCopyStream:
@@ -191,8 +189,7 @@ class Collector:
 @functools.cache
 def _collect_in_forks() -> None:
     """Lets forked processes, such as loaders' workers, collect their own garbage."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=gc.enable)
+    os.register_at_fork(after_in_child=gc.enable)
 
 
 def may_benchmark(module: nn.Module) -> bool:

@@ -20,20 +20,15 @@ from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
-from dlo_framework.data.description import run_datamodule
+from dlo_framework.data.description import ModuleDescription, run_datamodule
 from dlo_framework.ema import AveragedModel
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean, shown_names
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.registry import allowed_roots, check_class_path
 from dlo_framework.run import runs
-from dlo_framework.strategy_contract import (
-    ForeignStrategy,
-    PlacesSecondModel,
-    StrategyContract,
-    contract_of,
-    plain_name,
-)
+from dlo_framework.strategy_abilities import CanonicalCheckpoints
+from dlo_framework.strategy_contract import PlacesSecondModel, StrategyContract, contract_of, plain_name
 from dlo_framework.task import Task
 from dlo_framework.task_abilities import ReadsPlacedWeights
 from dlo_framework.yaml_text import read_yaml
@@ -193,8 +188,8 @@ class FrozenModel:
         placed.refresh()
         if self.checkpoint is not None:
             path = strategy.broadcast(str(find_checkpoint(self.checkpoint)))
-            # A strategy of dlo's divides the hashing of the files among the ranks.
-            saved = load(path) if isinstance(contract, ForeignStrategy) else strategy.load_checkpoint(path)
+            reader = contract.find_ability(CanonicalCheckpoints)
+            saved = load(path) if reader is None else reader.load_checkpoint(path)
             placed.load(as_lazy_state_dict(saved["state_dict"]))
         self._placed = placed
 
@@ -249,7 +244,7 @@ class FrozenModel:
 
 def find_frozen_models(owners: Iterable[Any]) -> list[FrozenModel]:
     """Returns the second models of a run's module and callbacks, which list them in an attribute `frozen_models`."""
-    return [frozen for owner in owners for frozen in getattr(owner, "frozen_models", None) or ()]
+    return [frozen for owner in owners for frozen in ModuleDescription(owner).frozen_models or ()]
 
 
 # --- the source ------------------------------------------------------------------------------------------------
@@ -266,22 +261,22 @@ def find_checkpoint(text: str) -> Path:
         DloError: There is none; the message names the nearest path.
     """
     path = Path(text).expanduser()
-    found: Path | None = None
+    checkpoint: Path | None = None
     if path.name in ("last", "best") and locate(path) is None:
-        found = runs.checkpoint_of(path.parent, path.name, weights_only=True)
+        checkpoint = runs.checkpoint_of(path.parent, path.name, weights_only=True)
     elif (path / runs.CHECKPOINTS).is_dir():
-        found = _checkpoint_in(path)
-        if found is None:
+        checkpoint = _checkpoint_in(path)
+        if checkpoint is None:
             raise DloError(
                 f"checkpoint of a second model must be a run with a checkpoint, got {text} without; train it"
             )
     elif any((run / runs.CHECKPOINTS).is_dir() for run in runs.versions(path)):
-        found = next((f for run in runs.versions(path) if (f := _checkpoint_in(run)) is not None), None)
+        checkpoint = next((f for run in runs.versions(path) if (f := _checkpoint_in(run)) is not None), None)
     elif locate(path) is not None:
         check_checkpoint(path)
-        found = path
-    if found is not None:
-        return found
+        checkpoint = path
+    if checkpoint is not None:
+        return checkpoint
     raise DloError(
         f"checkpoint of a second model must be a run folder or a checkpoint, got {text}{_nearest_path(path)}"
         " (train one with `dlo fit`)"
@@ -336,18 +331,18 @@ def _import_task(class_path: str) -> type[Task]:
     plugin = next(iter(registry.find_named([class_path])), None)
     module, _, name = class_path.rpartition(".")
     if plugin is not None:
-        found: Any = registry.load(plugin.name, plugin.kind)
+        task_class: Any = registry.load(plugin.name, plugin.kind)
     else:
         if module not in sys.modules:
             check_class_path(class_path, allowed_roots())
             __import__(module)
-        found = getattr(sys.modules[module], name, None)
-    if not (isinstance(found, type) and issubclass(found, Task)):
+        task_class = getattr(sys.modules[module], name, None)
+    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
         raise DloError(
             f"checkpoint of a second model must be of a dlo_framework.Task, got one of {class_path}; set task of the"
             " second model too, or derive that class from Task"
         )
-    return found
+    return task_class
 
 
 def build_on_meta(task: Task) -> Task:

@@ -12,21 +12,20 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
-from dlo_framework.data.description import DataDescription
-from dlo_framework.distributed.checkpointing import CanonicalStrategy
+from dlo_framework.data.description import DataDescription, ModuleDescription
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.lock import RunLock, check_free, check_only_starter, lock_run, release_all
 from dlo_framework.registry import Registry
 from dlo_framework.run import runs
-from dlo_framework.strategy_abilities import ArrangesRanks
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_abilities import ArrangesRanks, CanonicalCheckpoints
+from dlo_framework.strategy_contract import contract_of, has_one_process
 
 
 @runtime_checkable
@@ -168,13 +167,13 @@ def check_parts(model: Any, datamodule: Any, *, predicts: bool = False) -> None:
     Raises:
         DloError: If an option would fail later.
     """
-    for part, arguments in ((datamodule, ()), (model, (datamodule,))):
-        check_part = getattr(part, "check", None)
-        if callable(check_part):
-            check_part(*arguments)
-    check_predict = DataDescription(datamodule).check_predict
-    if predicts and callable(check_predict):
-        check_predict()
+    data, check_model = DataDescription(datamodule), ModuleDescription(model).check
+    if callable(data.check):
+        data.check()
+    if callable(check_model):
+        check_model(datamodule)
+    if predicts and callable(data.check_predict):
+        data.check_predict()
 
 
 def check_run(
@@ -240,13 +239,13 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
         devices = [device for device in devices.split(",") if device.strip()]
     number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     nodes = int(options.get("num_nodes") or 1)
-    if isinstance(strategy, SingleDeviceStrategy) and number * nodes > 1:
+    if has_one_process(strategy) and number * nodes > 1:
         raise DloError(
             f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
             f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
         )
     launched = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else 1
-    if isinstance(strategy, SingleDeviceStrategy) and launched > 1:
+    if has_one_process(strategy) and launched > 1:
         raise DloError(
             f"trainer.devices x trainer.num_nodes must be the {launched} processes that torchrun has started, got"
             f" {number} x {nodes}; set --trainer.devices {os.environ['LOCAL_WORLD_SIZE']}"
@@ -370,13 +369,8 @@ def set_checkpoints(trainer: Trainer, *, background: bool, form: str) -> None:
     Raises:
         DloError: If the strategy or a logger cannot do that.
     """
-    if isinstance(trainer.strategy, CanonicalStrategy):
-        trainer.strategy.async_checkpoints = background
-        trainer.strategy.checkpoint_format = form
-        trainer.strategy.check_checkpoints()
-        trainer.strategy.check_loggers(trainer.loggers)
-    elif background:
-        raise DloError(
-            f"run.async_checkpoints must be false under {type(trainer.strategy).__name__}, which writes its own"
-            " checkpoints, got true; set it to false, or use auto, ddp, zero1 to zero3 or fsdp"
-        )
+    contract = contract_of(trainer.strategy)
+    if background or contract.find_ability(CanonicalCheckpoints) is not None:
+        writer = contract.ability(CanonicalCheckpoints, "run.async_checkpoints")
+        writer.async_checkpoints, writer.checkpoint_format = background, form
+        writer.check_checkpoints(trainer.loggers)

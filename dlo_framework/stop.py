@@ -34,7 +34,7 @@ from dlo_framework.distributed.stacks import print_stack
 from dlo_framework.errors import OrderlyEnd, check_number
 from dlo_framework.run import runs
 from dlo_framework.run.resume import mid_accumulation
-from dlo_framework.strategy_abilities import SavesInBackground
+from dlo_framework.strategy_abilities import CanonicalCheckpoints
 from dlo_framework.strategy_contract import contract_of
 
 #: Minutes after the last checkpoint when the state is saved.
@@ -179,7 +179,7 @@ class GracefulStop(PluginCallback, Checkpoint):
             trainer._logger_connector.update_train_step_metrics()
             self._stop(trainer, signum)
         if is_due and at_end:
-            saver = contract_of(trainer.strategy).find_ability(SavesInBackground)
+            saver = contract_of(trainer.strategy).find_ability(CanonicalCheckpoints)
             with contextlib.nullcontext() if saver is None else saver.saving_in_background():
                 trainer.save_checkpoint(self.folder / runs.LAST)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dlo_framework.ability import Ability, HasAbilities
 from dlo_framework.mesh import MeshSpec
@@ -185,6 +188,13 @@ class Pipelined(Ability):
         """
 
 
+class CommunicationHooks(Ability):
+    """Full gradients on each rank, which torch's DistributedDataParallel reduces by a communication hook."""
+
+    feature = "compression of full gradients"
+    missing = "its ranks have shards of the gradients, or Lightning reduces them; use ddp, or method: bf16"
+
+
 class HalfPrecisionGradients(Ability):
     """Gradients that the strategy reduces itself, and can send in a half precision."""
 
@@ -241,11 +251,28 @@ def full_sequences(strategy: HasAbilities) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext() if split is None else split.full_sequences()
 
 
-class SavesInBackground(Ability):
-    """Checkpoints that are written in the background while training goes on."""
+class CanonicalCheckpoints(Ability):
+    """Checkpoints of dlo's, with the state of model and optimizers by parameter name."""
 
-    feature = "a save in the background"
-    missing = "Lightning writes its checkpoints; use dlo's ddp, zero, fsdp or mesh"
+    feature = "optimizer state by parameter name"
+    missing = "Lightning keeps the state and writes the checkpoints; use dlo's ddp, zero1 to zero3, fsdp or mesh"
+    #: Whether checkpoints are written in the background while training goes on; ``--run.async_checkpoints`` sets it.
+    async_checkpoints = False
+    #: ``canonical``, or ``lightning``: a single file that rank 0 writes, as Lightning's own strategies do;
+    #: ``--run.checkpoint_format`` sets it.
+    checkpoint_format = "canonical"
+
+    @abstractmethod
+    def check_checkpoints(self, loggers: Iterable[Logger] = ()) -> None:
+        """Checks that checkpoints of the chosen format can be written, and uploaded by the run's loggers."""
+
+    @abstractmethod
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a checkpoint, whose files the ranks share out to check them; called on all ranks."""
+
+    @abstractmethod
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns an optimizer's state: ``{"state": {name: {key: value}}, "param_groups": [...]}``."""
 
     @abstractmethod
     def saving_in_background(self) -> contextlib.AbstractContextManager[None]:

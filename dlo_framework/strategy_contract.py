@@ -93,6 +93,9 @@ class StrategyContract(HasAbilities, PlacesSecondModel, SeparateParameters, Sepa
     has_master_weights = False
     #: Whether a forward outside of a step must be called on all ranks: parameters may be gathered for it.
     forward_needs_all_ranks = False
+    #: Whether gradients are reduced in several buckets also where the default size has room for all, as `dlo parity`
+    #: asks; a bucket's size that a user has set stays.
+    several_buckets = False
     #: Checkpoint that ``dlo`` has found for the run. Lightning's trainer knows it only once it is loaded, after setup
     #: where state is sharded.
     checkpoint_to_load: str | None = None
@@ -107,8 +110,14 @@ class StrategyContract(HasAbilities, PlacesSecondModel, SeparateParameters, Sepa
             return groups.data_group
         return dist.group.WORLD if type(_strategy_of(self)).reduce is DDPStrategy.reduce else None
 
-    # --- state of the run ----------------------------------------------------------------------------------
+    def attach_counts(self, batch: Any) -> Any:
+        """Returns a batch that is still on the CPU, with the counts that the strategy needs attached to it.
 
+        Counting before the transfer avoids a wait for the device.
+        """
+        return batch
+
+    # --- state of the run ----------------------------------------------------------------------------------
     def local_tensors(self) -> list[Tensor]:
         """Returns this rank's shards of parameters and buffers, of which an average of the weights is taken."""
         module = _module_of(self)
@@ -229,26 +238,26 @@ class ForeignStrategy(StrategyContract):
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = weakref.ref(strategy)
         self._has_engine = strategy.handles_gradient_accumulation
-        if isinstance(strategy, DDPStrategy | SingleDeviceStrategy) and not self._has_engine:
+        if (isinstance(strategy, DDPStrategy) or has_one_process(strategy)) and not self._has_engine:
             self.zero_stage = 0
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that is wrapped."""
-        found = self._strategy()
-        assert found is not None, "the Trainer that has the strategy is gone"
-        return found
+        strategy = self._strategy()
+        assert strategy is not None, "the Trainer that has the strategy is gone"
+        return strategy
 
     def abilities(self) -> dict[type[Ability], Ability | str]:
         """Returns the abilities of Lightning's strategies."""
-        found: dict[type[Ability], Ability | str] = {}
-        if isinstance(self.strategy, SingleDeviceStrategy):
-            found[Replicas] = Replicas()
+        abilities: dict[type[Ability], Ability | str] = {}
+        if has_one_process(self.strategy):
+            abilities[Replicas] = Replicas()
         if self.strategy.restore_checkpoint_after_setup and not isinstance(self.strategy, ModelParallelStrategy):
-            found[SeparateParameters] = SeparateParameters.missing
+            abilities[SeparateParameters] = SeparateParameters.missing
         if self._has_engine:
-            found[SeparateSteps] = SeparateSteps.missing
-        return found
+            abilities[SeparateSteps] = SeparateSteps.missing
+        return abilities
 
     @property
     def ability_owner(self) -> str:
@@ -276,6 +285,11 @@ def with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
+def has_one_process(strategy: Strategy) -> bool:
+    """Returns whether a strategy is for one process alone, whatever the Trainer's devices."""
+    return isinstance(strategy, SingleDeviceStrategy)
+
+
 def data_share(strategy: object) -> tuple[int, int]:
     """Returns this rank's share of a strategy's samples: its number, and the number of shares.
 
@@ -291,10 +305,10 @@ def contract_of(strategy: Strategy) -> StrategyContract:
     """Returns a strategy's answers: the strategy itself if it implements the contract, else its adapter."""
     if isinstance(strategy, StrategyContract):
         return strategy
-    found = _WRAPPED.get(strategy)
-    if found is None:
-        found = _WRAPPED[strategy] = ForeignStrategy(strategy)
-    return found
+    contract = _WRAPPED.get(strategy)
+    if contract is None:
+        contract = _WRAPPED[strategy] = ForeignStrategy(strategy)
+    return contract
 
 
 def loads_checkpoint(trainer: Trainer) -> bool:

@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, Timer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -28,6 +27,7 @@ from dlo_framework.distributed.strategy import register_data_parallel, use_canon
 from dlo_framework.errors import DloError, OrderlyEnd, check_number, did_you_mean
 from dlo_framework.lock import RunLock
 from dlo_framework.registry import Registry
+from dlo_framework.registry.class_source import module_file
 from dlo_framework.run import runs
 from dlo_framework.run.process import disable_nvml_check, silence_warnings
 from dlo_framework.stop import SAVE_MINUTES, RunStopped
@@ -301,7 +301,7 @@ class Trainer(LightningTrainer):
         """Returns the options of a run from Python as YAML."""
         changed = {key: value for key, value in self._options.items() if key != "self" and value != _DEFAULTS[key]}
         trainer = {key: value for key, value in changed.items() if is_plain(value)}
-        if isinstance(changed.get("strategy"), Strategy):
+        if "strategy" in changed.keys() - trainer.keys():
             trainer["strategy"] = describe_object(changed["strategy"])
         trainer["callbacks"] = [describe_object(callback) for callback in self._given]
         record: dict[str, Any] = {"trainer": trainer, "model": describe_object(model), "run": self._run_options}
@@ -354,7 +354,7 @@ class CheckedTrainer(Trainer):
 
 def script_name() -> str:
     """Returns the name of runs of this program: its file's without suffix, or ``notebook``."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
+    file = module_file("__main__")
     if file is None or _IS_INTERACTIVE:
         return "notebook"
     path = Path(file)

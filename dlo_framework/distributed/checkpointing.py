@@ -31,7 +31,7 @@ from dlo_framework.agreement import run_on_all_ranks
 from dlo_framework.checkpoint import AsyncSaver, SafeCheckpointIO, load, remove, save
 from dlo_framework.checkpoint.formats.lightning_file import as_lightning
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.checkpoint.state_tree import refuse_unreadable
+from dlo_framework.checkpoint.state_tree import module_versions, refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.groups import gloo_group
 from dlo_framework.distributed.optimizer_steps import (
@@ -42,6 +42,7 @@ from dlo_framework.distributed.optimizer_steps import (
 )
 from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, check_choice
+from dlo_framework.optimizers import stepped_tensors
 from dlo_framework.random_streams import (
     TorchState,
     get_torch_state,
@@ -53,7 +54,7 @@ from dlo_framework.random_streams import (
 )
 from dlo_framework.run.resume import as_replayed, give_generator
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
-from dlo_framework.strategy_abilities import SavesInBackground
+from dlo_framework.strategy_abilities import CanonicalCheckpoints
 from dlo_framework.strategy_contract import StrategyContract, data_share, plain_name
 
 #: Formats in which checkpoints are written.
@@ -69,7 +70,7 @@ EXTRA_STATE = "_extra_state"
 class ShardOwner:
     """Record on a module of the strategy that has sharded its parameters; copies of the module do not have it."""
 
-    def __init__(self, strategy: Strategy, world_size: int, undo: Callable[[], None] | None) -> None:
+    def __init__(self, strategy: CanonicalStrategy, world_size: int, undo: Callable[[], None] | None) -> None:
         self.strategy, self.name = weakref.ref(strategy), type(strategy).__name__
         self.world_size, self.undo = world_size, undo
 
@@ -85,24 +86,15 @@ class ShardOwner:
 BUCKETS = 4
 
 
-class CanonicalStrategy(Strategy, StrategyContract, SavesInBackground):
+class CanonicalStrategy(Strategy, StrategyContract, CanonicalCheckpoints):
     """Lightning strategy that writes and reads canonical checkpoints.
 
     The defaults suit strategies whose optimizers step the module's own parameters, plain or DTensor. A strategy whose
     optimizers step other tensors overrides :meth:`optimizer_tensors`, :meth:`as_shard` and :meth:`empty_shard`.
     """
 
-    #: Whether checkpoints are written in the background while training goes on; the command line's
-    #: ``--run.async_checkpoints`` sets it.
-    async_checkpoints = False
-    #: ``canonical``, or ``lightning``: a single file that rank 0 writes, as Lightning's own strategies do;
-    #: ``--run.checkpoint_format`` sets it.
-    checkpoint_format = "canonical"
     #: Whether every rank holds the full state of module and optimizers, in the module's own tensors.
     holds_full_state = False
-    #: Whether gradients are reduced in several buckets also where the default size has room for all, as `dlo parity`
-    #: asks; a bucket's size that a user has set stays.
-    several_buckets = False
     _saver: AsyncSaver | None = None
     _initial_random: dict[str, Any] | None = None
     _step_seed: int | None = None
@@ -189,7 +181,7 @@ class CanonicalStrategy(Strategy, StrategyContract, SavesInBackground):
             )
         owner.undo()
         earlier = owner.strategy()
-        if isinstance(earlier, CanonicalStrategy):
+        if earlier is not None:
             earlier.forget_module()
 
     def forget_module(self) -> None:
@@ -440,11 +432,12 @@ class CanonicalStrategy(Strategy, StrategyContract, SavesInBackground):
                     " run.checkpoint_format to lightning (strategy auto or ddp)"
                 )
 
-    def check_checkpoints(self) -> None:
+    def check_checkpoints(self, loggers: Iterable[Logger] = ()) -> None:
         """Checks that this strategy can write checkpoints of the chosen format.
 
         Raises:
-            DloError: on a CheckpointIO that would not be called; on a single file of state that is sharded.
+            DloError: on a CheckpointIO that would not be called; on a single file of state that is sharded; on a logger
+                that would upload a folder.
         """
         name = type(self).__name__
         check_choice("run.checkpoint_format", self.checkpoint_format, FORMATS)
@@ -462,6 +455,7 @@ class CanonicalStrategy(Strategy, StrategyContract, SavesInBackground):
                 f"trainer.plugins must have no CheckpointIO with canonical checkpoints, which {name} writes itself, got"
                 f" {type(self.checkpoint_io).__name__}; remove it, or set run.checkpoint_format to lightning"
             )
+        self.check_loggers(loggers)
 
     def _has_own_io(self) -> bool:
         """Whether the user has configured a CheckpointIO."""
@@ -479,8 +473,7 @@ class CanonicalStrategy(Strategy, StrategyContract, SavesInBackground):
         if self.holds_full_state and _loads_by_itself(module):
             names, content = {plain_name(name): name for name in module.state_dict()}, checkpoint["state_dict"]
             state = OrderedDict((names.get(name, name), content[name]) for name in content)
-            if getattr(content, "_metadata", None):
-                state._metadata = content._metadata  # type: ignore[attr-defined]
+            state._metadata = module_versions(content)  # type: ignore[attr-defined]
             module.load_state_dict(state, strict=strict)
             return
         saved, held = as_lazy_state_dict(checkpoint["state_dict"]), self.lightning_module_state_dict()
@@ -581,8 +574,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
 
 def _numbers(optimizer: Optimizer) -> dict[int, int]:
     """Returns each stepped tensor's number in the optimizer's ``state_dict``, by the tensor's id."""
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): number for number, parameter in enumerate(stepped)}
+    return {id(tensor): number for number, tensor in enumerate(stepped_tensors(optimizer))}
 
 
 def _kinds(optimizer: Optimizer) -> list[str]:
@@ -590,8 +582,12 @@ def _kinds(optimizer: Optimizer) -> list[str]:
 
     A ``ZeroRedundancyOptimizer`` has the state of the optimizer inside it.
     """
-    optimizer = getattr(optimizer, "optim", optimizer)
-    return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in (Optimizer, object)]
+    return [kind.__name__ for kind in type(_inner(optimizer)).__mro__ if kind not in (Optimizer, object)]
+
+
+def _inner(optimizer: Any) -> Any:
+    """Returns the optimizer inside one that shards its state, such as torch's ZeroRedundancyOptimizer; or itself."""
+    return optimizer.optim if hasattr(optimizer, "consolidate_state_dict") else optimizer
 
 
 def _algorithm(kind: str) -> str:
@@ -604,9 +600,9 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
 
     torch's ZeroRedundancyOptimizer refuses ``state_dict`` until one rank has gathered all state.
     """
-    if not hasattr(optimizer, "consolidate_state_dict"):
+    numbers, inner = _numbers(optimizer), _inner(optimizer)
+    if inner is optimizer:
         return optimizer.state_dict()
-    numbers, inner = _numbers(optimizer), getattr(optimizer, "optim", optimizer)
     state = {numbers[id(tensor)]: values for tensor, values in inner.state.items()}
     return {"state": state, "param_groups": [dict(group) for group in optimizer.param_groups]}
 
@@ -687,9 +683,9 @@ def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, A
     groups = saved["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return saved
-    sizes, found = [len(group) for group in names], [len(group["params"]) for group in groups]
-    if sizes != found:
-        raise _other_model(f"parameter groups of {sizes} parameters, as the run has, got {found}")
+    sizes, saved_sizes = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if sizes != saved_sizes:
+        raise _other_model(f"parameter groups of {sizes} parameters, as the run has, got {saved_sizes}")
     name_of = {
         number: name
         for group, group_names in zip(groups, names, strict=True)

@@ -38,7 +38,7 @@ from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.shards import Shard
-from dlo_framework.strategy_abilities import Replicas, StepsInBackward
+from dlo_framework.strategy_abilities import CommunicationHooks, Replicas, StepsInBackward
 from dlo_framework.strategy_contract import with_strides_of
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
@@ -64,7 +64,7 @@ class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy, Replicas, S
             self._handles = tuple(p.register_post_accumulate_grad_hook(lambda p: ready([p])) for p in trained)
 
 
-class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBackward):
+class DataParallelStrategy(CanonicalStrategy, WatchedRanks, Replicas, StepsInBackward, CommunicationHooks):
     """Plain data parallelism: every rank holds the full model, and gradients are averaged. Aliases: `ddp`.
 
     It is Lightning's DDPStrategy with canonical checkpoints, which all ranks write.
@@ -351,13 +351,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
         self._guards: list[RemovableHandle] = []
-
-    def attach_counts(self, batch: Any) -> Any:
-        """Returns a batch that is still on the CPU, with the counts that the strategy needs attached to it.
-
-        Counting before the transfer avoids a wait for the device.
-        """
-        return batch
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

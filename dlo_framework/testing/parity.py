@@ -143,9 +143,7 @@ def _train_case(build: Build, common: dict[str, Any], case: Case, setting: Setti
         options = {**common, **copy.deepcopy(dict(case.trainer))}
         strategy: Any = "auto"
         if setting.ranks is not None:
-            strategy = case.strategy
-            if not isinstance(strategy, str | Strategy):
-                strategy = strategy()
+            strategy = case.strategy() if callable(case.strategy) else case.strategy
         return record_training(model, data, options, setting, strategy)
     except Exception as error:
         error.add_note(f"in parity case '{case.title}', {f'{setting.ranks} ranks' if setting.ranks else 'one process'}")

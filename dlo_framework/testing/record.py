@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.batches import batch_size, leaves
 from dlo_framework.callback import PluginCallback, drops_gradients
 from dlo_framework.data import data_parallel_coordinates
-from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.random_streams import random_state
 from dlo_framework.shards import Box, FlatShard, Shard, held_boxes, is_tiling, slice_view
 from dlo_framework.shards import full_box as whole_box
+from dlo_framework.strategy_abilities import CanonicalCheckpoints
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.monitor import batch_loss
 
@@ -318,8 +318,9 @@ class Recorder(PluginCallback):
             if name in self._begin and weight.numel() and weight.shape == self._begin[name].shape
         }
         self._begin = {}
-        if isinstance(trainer.strategy, CanonicalStrategy):
-            self.record.optimizer = optimizer_tensors(trainer, trainer.strategy)
+        checkpoints = contract_of(trainer.strategy).find_ability(CanonicalCheckpoints)
+        if checkpoints is not None:
+            self.record.optimizer = optimizer_tensors(trainer, checkpoints)
         else:
             name = type(trainer.strategy).__name__
             self.record.notes.append(f"optimizer state: not compared; {name} does not return it by parameter")
@@ -337,14 +338,14 @@ def nudge(module: nn.Module, seed: int) -> None:
                 parameter.copy_(torch.where(parameter == 0, parameter, moved))
 
 
-def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str, Tensor]:
+def optimizer_tensors(trainer: Trainer, checkpoints: CanonicalCheckpoints) -> dict[str, Tensor]:
     """Returns the optimizers' state as full tensors on the CPU, by ``"<key> of <name>"``; called on all ranks.
 
     Only global rank 0 gets it; the other ranks get an empty dict.
     """
     state: dict[str, Any] = {}
     for optimizer in trainer.optimizers:
-        for name, values in strategy.optimizer_state(optimizer)["state"].items():
+        for name, values in checkpoints.optimizer_state(optimizer)["state"].items():
             state |= {f"{key} of {name}": value for key, value in values.items() if isinstance(value, Shard)}
     grouped = dist.is_available() and dist.is_initialized()
     is_cut = any(not isinstance(value, Tensor) for value in state.values())  # Also on one rank of FSDP.
@@ -384,7 +385,7 @@ def switch_off_dropout(model: nn.Module) -> str | None:
     Returns:
         Modules that were switched off, such as ``12 Dropout, 6 DropPath``; None if there were none.
     """
-    found: Counter[str] = Counter()
+    switched: Counter[str] = Counter()
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             attributes = getattr(holder, "__dict__", None)
@@ -394,11 +395,11 @@ def switch_off_dropout(model: nn.Module) -> str | None:
             for name in rates:
                 setattr(holder, name, 0.0)
             if rates:
-                found[type(holder).__name__] += 1
+                switched[type(holder).__name__] += 1
         if isinstance(module, nn.RReLU) and module.lower != module.upper:
             module.lower = module.upper = (module.lower + module.upper) / 2
-            found["RReLU"] += 1
-    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or None
+            switched["RReLU"] += 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(switched.items())) or None
 
 
 def _is_rate(holder: Any, name: str, value: Any) -> bool:

@@ -30,7 +30,6 @@ from dlo_framework.batches import batch_size, map_rows, rebuild
 from dlo_framework.callback import traits_of
 from dlo_framework.data import hash64
 from dlo_framework.data.module import ResumableDataModule
-from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.step_primitives import loss_scaler
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
@@ -185,8 +184,7 @@ def record_training(
             epochs = overruled["max_epochs"] = options.get("max_epochs")
             notes += [f"{' and '.join(in_need)}: a percentage is of the run's {epochs} epochs, not of these steps"]
         trainer = make_trainer(overruled | {"callbacks": every, "default_root_dir": folder})
-        if isinstance(trainer.strategy, CanonicalStrategy):
-            trainer.strategy.several_buckets = True  # A fault between buckets shows in a small model too.
+        contract_of(trainer.strategy).several_buckets = True  # A fault between buckets shows in a small model too.
         use_canonical_checkpoints(trainer)  # So that the one process returns its optimizer state by parameter.
         _clip_precisely(trainer)
         trainer.fit(model, **feed)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.loading import RUN_FOLDER, Best, relocate_paths
 from dlo_framework.errors import first_line
@@ -24,7 +24,7 @@ from dlo_framework.extensions import versions
 from dlo_framework.local_memory import memory_peak
 from dlo_framework.run import runs
 from dlo_framework.run.resume import KEY
-from dlo_framework.strategy_abilities import SavesInBackground
+from dlo_framework.strategy_abilities import CanonicalCheckpoints
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
@@ -213,8 +213,7 @@ class RunRecord(PluginCallback):
         samples, seconds, train_loss = self.monitor.totals()
         # With those of the resumed run: one that was complete when it was killed logs nothing more.
         metrics = {**self._metrics, **trainer.callback_metrics}
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        facts = [callback.summary_facts(trainer) for callback in callbacks if isinstance(callback, RunFacts)]
+        facts = [each.summary_facts(trainer) for each in callbacks_of(trainer) if isinstance(each, RunFacts)]
         added = {name: value for each in facts for name, value in each.items()}
         return {
             **added,
@@ -252,7 +251,7 @@ class RunRecord(PluginCallback):
         path, score = checkpoint.best_model_path, checkpoint.best_model_score
         if not path:
             return None
-        saver = contract_of(trainer.strategy).find_ability(SavesInBackground)
+        saver = contract_of(trainer.strategy).find_ability(CanonicalCheckpoints)
         if locate(path) is None and not (saver is not None and saver.is_saving):
             return runs.best_until_newest(self.folder)
         return Best(Path(path), None if score is None else float(score))

@@ -363,7 +363,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_fix() -> None:
     wanted = [
-        "strategy must be ddp for method powersgd, whose errors are as large as the full gradient",
+        "GradientCompression(method: powersgd) does not support ZeroStrategy: its ranks have shards of the gradients",
         "OneBitAdam or OneBitLamb for method one_bit, got AdamW",
         "optimizer",
         "automatic for method one_bit, got Net, which optimizes manually",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
     monkeypatch.setattr(accelerator, "BatchCopyStream", lambda device: SimpleNamespace(copy=lambda batch: batch))
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), batch_to_device=lambda batch: batch)
+    strategy = mock.Mock(root_device=torch.device("cuda", 0), batch_to_device=lambda batch: batch)
     yield SimpleNamespace(strategy=strategy, callbacks=[], optimizers=[], training=False)
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.benchmark = before[1]

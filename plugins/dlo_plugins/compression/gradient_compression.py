@@ -7,23 +7,21 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of
 from dlo_framework.distributed.precision import with_sharded_clipping
-from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.progress import optimizer_steps
-from dlo_framework.strategy_abilities import HalfPrecisionGradients
-from dlo_framework.strategy_contract import contract_of, plain_name
+from dlo_framework.strategy_abilities import CommunicationHooks, HalfPrecisionGradients
+from dlo_framework.strategy_contract import contract_of, has_one_process, plain_name
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
 from dlo_plugins.compression.ddp_hooks import (
@@ -44,12 +42,6 @@ from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb, OneBitOptimi
 
 Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-#: Methods that need what a rank has under plain data parallelism alone, and why.
-_NEEDS_FULL = {
-    "powersgd": "whose errors are as large as the full gradient on each rank, which sharding is to avoid",
-    "post_local_sgd": "in which each rank trains weights of its own between averages, so that none can be sharded",
-    "one_bit": "whose ranks each have full momenta, with errors as large, so that none can be sharded",
-}
 #: Optimizers whose names a config can use with the callback.
 OPTIMIZERS = (OneBitAdam, OneBitLamb)
 
@@ -132,19 +124,21 @@ class GradientCompression(PluginCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks strategy, optimization and callbacks before the model is built."""
         self.hook = self.all_reduce = self._loaded = None
-        if stage != "fit" or isinstance(trainer.strategy, SingleDeviceStrategy):
+        if stage != "fit" or has_one_process(trainer.strategy):
             return
-        self._by_strategy = not isinstance(trainer.strategy, DataParallelStrategy)
+        contract = contract_of(trainer.strategy)
+        self._by_strategy = contract.find_ability(CommunicationHooks) is None
         if self._by_strategy:
-            self._ask_strategy(trainer)
+            if self.method not in _HALVES:
+                contract.ability(CommunicationHooks, f"GradientCompression(method: {self.method})")
+            contract.ability(HalfPrecisionGradients, "GradientCompression").send_gradients_in(_HALVES[self.method])
             return
         if self.method not in ("fp16", "bf16") and not pl_module.automatic_optimization:
             raise DloError(
                 f"GradientCompression: optimization must be automatic for method {self.method}, got"
                 f" {type(pl_module).__name__}, which optimizes manually; set method: bf16"
             )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self.method == "post_local_sgd" and any(isinstance(callback, WeightEMA) for callback in callbacks):
+        if self.method == "post_local_sgd" and any(isinstance(each, WeightEMA) for each in callbacks_of(trainer)):
             raise DloError(
                 "GradientCompression: method must not be post_local_sgd with WeightEMA, as ranks' weights differ"
                 " between averages, got both; leave one of the two out"
@@ -154,18 +148,6 @@ class GradientCompression(PluginCallback):
                 f"GradientCompression: node_size must divide the {trainer.world_size} ranks, got {self.node_size};"
                 f" set {math.gcd(self.node_size, trainer.world_size)}"
             )
-
-    def _ask_strategy(self, trainer: Trainer) -> None:
-        """Asks a strategy that reduces gradients itself to send them in half precision."""
-        name = type(trainer.strategy).__name__
-        if self.method in _NEEDS_FULL:
-            raise DloError(
-                f"GradientCompression: strategy must be ddp for method {self.method}, {_NEEDS_FULL[self.method]},"
-                f" got {name}; set method: bf16, or strategy ddp"
-            )
-        contract_of(trainer.strategy).ability(HalfPrecisionGradients, "GradientCompression").send_gradients_in(
-            _HALVES[self.method]
-        )
 
     @agreed_errors()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -28,12 +28,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.batches import tree_leaves
+from dlo_framework.callback import callbacks_of
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.models.recompute import has_backward
 from dlo_framework.progress import parse_position, run_fraction
-from dlo_framework.strategy_abilities import SeparateSteps
-from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.strategy_abilities import CanonicalCheckpoints, SeparateSteps
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.curriculum.block_schedule import (
     BlockSchedule,
@@ -125,14 +126,9 @@ class Freeze(BlockSchedule):
             DloError: If they do not go with parameters that are frozen for a part of the run.
         """
         super().check_trainer(trainer)
-        strategy = trainer.strategy
-        contract_of(strategy).ability(SeparateSteps, "Freeze")
-        if isinstance(contract_of(strategy), ForeignStrategy):
-            raise DloError(
-                f"Freeze: strategy must be one whose optimizer dlo knows, got {type(strategy).__name__} of Lightning;"
-                " use ddp, zero1 to zero3, fsdp or MeshStrategy"
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        contract_of(trainer.strategy).ability(SeparateSteps, "Freeze")
+        contract_of(trainer.strategy).ability(CanonicalCheckpoints, "Freeze")
+        for callback in callbacks_of(trainer):
             if isinstance(callback, GradientCompression) and callback.method == "one_bit":
                 raise DloError(
                     "Freeze: GradientCompression must not have method one_bit, whose optimizer sends the momenta of all"

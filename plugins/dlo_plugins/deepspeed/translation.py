@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.config import OFFLOADED, OPTIONS, merge_options, unused_checkpointing
@@ -164,7 +164,7 @@ def to_json(trainer: Trainer, given: Mapping[str, Any], datamodule: Any = None) 
         DloError: If the strategy has no DeepSpeed equivalent.
     """
     strategy = trainer.strategy
-    ranks = strategy.num_nodes * strategy.num_processes if isinstance(strategy, DDPStrategy) else 1
+    ranks = trainer.num_nodes * trainer.num_devices
     if isinstance(strategy, DeepSpeedBridge):
         config, given = strategy.asked, {**given, **strategy.trainer_arguments(given, datamodule)}
     else:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -193,9 +192,10 @@ class Prune(PluginCallback):
             check_pattern(layers, shapes, self.pattern)
 
     def _check_strategy(self, trainer: Trainer) -> None:
-        contract_of(trainer.strategy).ability(SeparateParameters, "Prune")
-        if isinstance(trainer.strategy, ModelParallelStrategy):
-            raise DloError(f"Prune does not support ModelParallelStrategy: {SeparateParameters.missing}")
+        contract = contract_of(trainer.strategy)
+        contract.ability(SeparateParameters, "Prune")
+        if contract.zero_stage is None:
+            raise DloError(f"Prune does not support {contract.ability_owner}: {SeparateParameters.missing}")
 
     def _bounds(self, trainer: Trainer) -> tuple[float, float]:
         """Returns the fractions of the run at which pruning begins and ends."""
