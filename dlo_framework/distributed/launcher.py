@@ -31,6 +31,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
@@ -38,6 +39,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from dlo_framework.callback import callbacks_of, traits_of
 from dlo_framework.checkpoint import load, save
 from dlo_framework.data.evaluation import without_repeats
 from dlo_framework.distributed.failure import (
@@ -289,8 +291,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._end_watch(orderly=False)
             # All ranks must take part in a save, and some are dead: Lightning's checkpoints on exceptions are off.
             for callback in self._trainer.checkpoint_callbacks if self._trainer is not None else []:
-                if getattr(callback, "save_on_exception", False):
-                    callback.save_on_exception = False  # type: ignore[attr-defined]
+                callback.save_on_exception = False  # type: ignore[attr-defined]
         threading.Thread(target=self._abandon_unless, args=(self.handled, farewell, first), daemon=True).start()
         return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
@@ -308,10 +309,9 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Returns whether all ranks raise at the same moment, each with its state whole, so that they can save it."""
         if self.monitor is None or self._trainer is None:
             return False
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         may_save = isinstance(error, Exception) and not is_lost_connection(error)
-        able = [callback for callback in callbacks if may_save and hasattr(callback, "moment_of_error")]
-        return self.monitor.raises_together("".join(callback.moment_of_error(self._trainer) for callback in able))
+        able = callbacks_of(self._trainer) if may_save else []
+        return self.monitor.raises_together("".join(traits_of(each).moment_of_error(self._trainer) for each in able))
 
     # --- the processes that this one has started -----------------------------------------------------------
 
@@ -424,8 +424,8 @@ class ForkedLauncher(_MultiProcessingLauncher):
             save({"state_dict": trainer.strategy.lightning_module_state_dict()}, path, group=control_group(trainer))
         if not trainer.is_global_zero:
             return None
-        saver: Any = trainer.checkpoint_callback
-        best = getattr(saver, "best_model_path", None)
+        saver = trainer.checkpoint_callback
+        best = saver.best_model_path if isinstance(saver, ModelCheckpoint) else None
         extra = {**self.get_extra_results(trainer), "seed": torch.initial_seed()}
         return _WorkerOutput(best, path, trainer.state, results, extra)
 

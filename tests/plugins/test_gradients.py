@@ -12,11 +12,13 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
 from dlo_framework.task import Task
+from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.gradients.clipping_and_noise import (
     AdaptiveGradientClipping,
@@ -29,7 +31,7 @@ from dlo_plugins.gradients.clipping_and_noise import (
 )
 from dlo_plugins.gradients.skip_spikes import SkipSpikes
 from dlo_plugins.parallel.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
-from dlo_plugins.parallel.user_code import JointGradients
+from dlo_plugins.parallel.user_code import JointGradients, users_hooks
 from dlo_plugins.prune.layers import last_linear, match_or_last
 from support.runs import fit_with_defaults
 from support.trainers import quiet_trainer
@@ -361,3 +363,16 @@ def test_a_number_from_several_gradients_is_refused_where_ranks_have_others() ->
         ):
             use(model)
         assert all(map(torch.equal, before, _gradients(model)))
+
+
+class Watching(PluginCallback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None: ...
+
+
+class Promising(Watching):
+    reads_weights = False
+
+
+def test_hooks_of_a_callback_that_promises_to_read_no_weights_are_not_watched() -> None:
+    watched = users_hooks([Watching(), Promising(), RunMonitor()])
+    assert [(type(owner), name) for owner, name in watched] == [(Watching, "on_train_batch_start")]

@@ -17,12 +17,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.callback import PluginCallback
+from dlo_framework.callback import PluginCallback, callbacks_of, traits_of
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
 from dlo_framework.distributed.step_primitives import loss_scaler
 from dlo_framework.errors import DloError, check_choice, check_number, check_one_of
 from dlo_framework.norms import total_norm
+from dlo_framework.optimizers import stepped_tensors
 from dlo_framework.progress import (
     AccumulationWindow,
     RunPosition,
@@ -132,8 +133,7 @@ class DynamicBatchSize(PluginCallback):
 
     def _area_factor(self, at: Position) -> float:
         assert self._trainer is not None
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return next((float(each.area_factor(at)) for each in callbacks if hasattr(each, "area_factor")), 1.0)
+        return math.prod(traits_of(callback).area_factor(at) for callback in callbacks_of(self._trainer))
 
     def window_at(self, at: Position) -> Window:
         """Returns the micro-batches of a step that begins at ``at``, for the loader."""
@@ -305,13 +305,13 @@ class DynamicBatchSize(PluginCallback):
         """Measures the gradient of a window's first micro-batch."""
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if self._meter is not None and self._window > 1 and ready == self._window.start + 1:
-            self._meter.after_first_micro_batch(trainer, _parameters(trainer.optimizers[0]), int(self._window))
+            self._meter.after_first_micro_batch(trainer, stepped_tensors(trainer.optimizers[0]), int(self._window))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures the gradient of the full window."""
         if self._meter is not None:
             sizes = (self._micro / self._world, float(self._window * self._micro))
-            self._meter.before_step(_parameters(optimizer), sizes)
+            self._meter.before_step(stepped_tensors(optimizer), sizes)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -399,10 +399,6 @@ def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
             "DynamicBatchSize: limit_train_batches must not be set, as the size of batches changes, got"
             f" {options.limit_train_batches}; remove it, or shorten the run with max_epochs"
         )
-
-
-def _parameters(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class NoiseMeter:

@@ -18,7 +18,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, Self
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlo_framework.batches import tree_leaves
+from dlo_framework.callback import PluginCallback, callbacks_of
 from dlo_framework.distributed.stacks import is_dlos, own_line
 from dlo_framework.errors import DloError
 
@@ -137,13 +138,15 @@ HOOKS = tuple(
 
 
 def users_hooks(owners: Iterable[Any], names: Iterable[str] = HOOKS) -> Iterator[tuple[Any, str]]:
-    """Yields each owner and name of a hook that the user has written.
+    """Yields each owner and name of a hook that the user has written, without those of callbacks that read no weights.
 
     Args:
         owners: Module and callbacks.
         names: Names of hooks.
     """
     for owner in owners:
+        if isinstance(owner, PluginCallback) and owner.reads_weights is False:
+            continue
         for name in names:
             home = next((kind for kind in type(owner).__mro__ if name in vars(kind)), None)
             own = name in vars(owner)  # As LambdaCallback has them.
@@ -201,8 +204,7 @@ class HookContext:
 
 def watch_hooks(trainer: Trainer, around: Callable[[str], AbstractContextManager[Any]]) -> list[HookContext]:
     """Runs all hooks of the user's code inside contexts, until these are removed."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    owners = [trainer.lightning_module, *callbacks]
+    owners = [trainer.lightning_module, *callbacks_of(trainer)]
     return [HookContext(owner, name, around) for owner, name in list(users_hooks(owners))]
 
 
@@ -278,13 +280,13 @@ class JointGradients(LowestMode):
             for place, value in enumerate(result or ()):
                 self._add(value, self._of([item[place] for item in args if isinstance(item, list | tuple)]))
             return result
-        found = self._of(tree_leaves((args, kwargs)))
-        if found:
+        sources = self._of(tree_leaves((args, kwargs)))
+        if sources:
             values = tree_leaves(result)
             for value in [args[0]] if func == torch.Tensor.__setitem__ else values:
-                self._add(value, found)
+                self._add(value, sources)
             if func.__name__ in _NUMBERS and not is_dlos(self._caller()):
-                self._in_numbers |= found
+                self._in_numbers |= sources
                 self._check(self._in_numbers)
         return result
 
@@ -304,16 +306,16 @@ class JointGradients(LowestMode):
         tensors = (value for value in values if isinstance(value, Tensor))
         return set().union(*(self._sources.get(tensor, ()) for tensor in tensors))
 
-    def _add(self, value: Any, found: set[int]) -> None:
-        if isinstance(value, Tensor) and found:
+    def _add(self, value: Any, sources: set[int]) -> None:
+        if isinstance(value, Tensor) and sources:
             if value.numel() == 1 and is_dlos(self._caller()):
                 return  # dlo's own norms are over all ranks, and anyone may read them.
-            self._sources[value] = self._sources.get(value, set()) | found
+            self._sources[value] = self._sources.get(value, set()) | sources
             if value.numel() == 1:
                 self._check(self._sources[value])
 
-    def _check(self, found: set[int]) -> None:
-        if len(found) > 1 and not is_dlos(frame := self._caller()):
+    def _check(self, sources: set[int]) -> None:
+        if len(sources) > 1 and not is_dlos(frame := self._caller()):
             raise DloError(
                 f"a number from several gradients in a hook does not support {self._divided}: each rank has other"
                 f" gradients ({own_line(frame)}); clip by --trainer.gradient_clip_val or self.clip_gradients(), and get"
@@ -377,7 +379,7 @@ def check_held(module: nn.Module, replaced: Mapping[str, weakref.ref[nn.Paramete
     root = type(module).__name__
     owners: list[tuple[str, Any]] = [(f"{root}.{part}".rstrip("."), one) for part, one in module.named_modules()]
     if isinstance(module, LightningModule) and module._trainer is not None:
-        owners += [(type(callback).__name__, callback) for callback in module._trainer.callbacks]  # type: ignore[attr-defined]
+        owners += [(type(callback).__name__, callback) for callback in callbacks_of(module._trainer)]
     kinds = {kind.__module__ for _, one in owners if held for kind in type(one).__mro__}
     owners += [
         (name, sys.modules[name]) for name in kinds if name in sys.modules and not name.startswith(("torch.", *ASKING))
@@ -406,8 +408,8 @@ def _find(value: Any, held: Mapping[int, str], seen: set[int], depth: int) -> st
     ):
         return ""
     seen.add(id(value))
-    found = (_find(one, held, seen, depth - 1) for one in itertools.islice(_contents(value), _MOST))
-    return next(filter(None, found), "")
+    names = (_find(one, held, seen, depth - 1) for one in itertools.islice(_contents(value), _MOST))
+    return next(filter(None, names), "")
 
 
 def _contents(value: Any) -> Iterable[Any]:

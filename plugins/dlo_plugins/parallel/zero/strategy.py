@@ -518,6 +518,5 @@ def _may_read_weights(trainer: Trainer, module: LightningModule) -> bool:
     They read the module's own parameters, which cannot be intercepted; so all gathers end with the step.
     """
     callbacks = callbacks_of(trainer)
-    untold = [callback for callback in callbacks if traits_of(callback).reads_weights is None]
-    reads = any(traits_of(callback).reads_weights for callback in callbacks) or any(users_hooks(untold))
+    reads = any(traits_of(callback).reads_weights for callback in callbacks) or any(users_hooks(callbacks))
     return reads or not module.automatic_optimization or any(users_hooks([module], _BETWEEN))
