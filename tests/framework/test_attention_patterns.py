@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -192,17 +191,6 @@ def test_flex_compiles_under_modes_of_functions_and_of_operators(monkeypatch):
     torch.testing.assert_close(found, expected)
     grads, wanted = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))
     torch.testing.assert_close(grads, wanted)
-
-
-def test_shapes_are_known_without_data():
-    mask = AttentionMask(BigBird(16), causal=True, num_heads=HEADS)
-    with FakeTensorMode():
-        found = attend_blocks(*(torch.empty(2, HEADS, LENGTH, 8) for _ in range(3)), mask)
-        assert found.shape == (2, HEADS, LENGTH, 8)
-    with torch.device("meta"):
-        found = attend_blocks(*(torch.empty(2, HEADS, LENGTH, 8) for _ in range(3)), mask)
-    assert found.is_meta
-    assert torch.isfinite(attend_blocks(*tensors(), mask)).all(), "the cached tables are real"
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():

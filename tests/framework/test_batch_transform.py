@@ -154,17 +154,6 @@ def test_a_run_that_raises_leaves_the_strategy_as_it_was():
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
-def test_a_second_fit_and_a_validation_of_the_same_trainer():
-    module, watch = Net(), Watch()
-    trainer = trainer_with(Add(10.0), watch)
-    trainer.fit(module, tensors())
-    trainer.validate(module, tensors(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, tensors())
-    assert module.trained == [10.0, 11.0, 12.0] * 2
-    assert watch.evaluated == [0.0, 1.0, 2.0]
-
-
 def test_another_wrapper_of_the_transfer_is_kept():
     trainer = trainer_with(Add(10.0))
     original, calls = trainer.strategy.batch_to_device, []

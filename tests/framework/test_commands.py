@@ -117,14 +117,6 @@ def test_a_command_that_cannot_run_is_named_with_its_cause(
     assert message in capsys.readouterr().err
 
 
-def test_a_broken_package_leaves_the_other_commands_alone(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["configs", "quickstart"]) == 0
-    assert "trainer:" in capsys.readouterr().out
-    assert main(["mesh", "--ranks", "2"]) == 2
-    assert "mesh: --config must name a config, got none; add --config x.yaml" in capsys.readouterr().err
-    assert scan(["fit", "--run.dir", "x"]).argv == ["fit", "--run.dir", "x"]
-
-
 def test_a_users_option_becomes_dlos(pack: Path) -> None:
     assert scan(["fit", "--other_config=a", "--run.dir", "x"]).argv == ["fit", "--run.name", "a", "--run.dir", "x"]
     assert scan(["fit", "--other_config"]).strings == ["fit", "none"]

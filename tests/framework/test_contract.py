@@ -49,18 +49,6 @@ def test_lightnings_own_strategy_answers_as_dlos_does(kind: type[Strategy]) -> N
         pass
 
 
-def test_a_foreign_strategy_is_wrapped_once_and_let_go_with_it() -> None:
-    strategy = DDPStrategy()
-    contract = contract_of(strategy)
-    assert isinstance(contract, ForeignStrategy)
-    assert contract_of(strategy) is contract
-    assert contract.strategy is strategy
-    assert contract.zero_stage == 0
-    del strategy
-    with pytest.raises(AssertionError, match="is gone"):
-        contract.local_tensors()
-
-
 class Copies(Ability):
     feature = "averaging"
     missing = "it has 1 copy; use ddp"

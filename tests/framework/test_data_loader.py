@@ -92,15 +92,6 @@ def test_a_finished_epoch_continues_with_the_next_from_its_start() -> None:
     assert list(again) == []
 
 
-def test_a_state_of_another_epoch_is_forgotten() -> None:
-    data = loader()
-    data.load_state_dict({"epoch": 2, "samples": 8})
-    data.sampler.set_epoch(0)
-    assert len(list(data)) == 10
-    data.sampler.set_epoch(2)
-    assert len(list(data)) == 10
-
-
 def test_a_batch_whose_step_is_not_done_does_not_count() -> None:
     busy = True
     data = loader(in_work=lambda: busy)

@@ -102,26 +102,6 @@ def test_a_task_brings_its_own_weights_and_needs_no_checkpoint() -> None:
     assert next(given.parameters()).requires_grad  # The user's own object is left alone.
 
 
-def test_the_head_of_a_language_model_gives_logits(tmp_path: Path) -> None:
-    folder = runs.make_teacher("text", tmp_path / "version_0")
-    frozen = FrozenModel(str(folder))
-    callback = runs.Teacher(frozen)
-
-    def look(own: runs.Teacher, trainer: Any) -> None:
-        with frozen.head() as head:
-            own.notes["logits"] = head.logits(own.found[-1])
-
-    callback.look = look
-    runs.make_trainer("auto", callbacks=[callback]).fit(runs.text_task(), runs.loader("text", steps=1))
-    task = runs.text_task(width=48)
-    task.configure_model()
-    saved = load(folder / "checkpoints" / "last.ckpt")["state_dict"]
-    task.load_state_dict({name: saved[name] for name in saved})
-    with torch.no_grad():
-        expected = task.eval().model(runs.batches("text", steps=1)[0]["input_ids"][:, :6]).logits
-    torch.testing.assert_close(callback.notes["logits"][:, :6], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_checkpoints_are_found_by_run_by_name_and_by_path(images: Path) -> None:
     last = images / "checkpoints" / "last.ckpt"
     for text in (images, images / "last", last, images.parent):

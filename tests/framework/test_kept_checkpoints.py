@@ -13,11 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.checkpoint import load, resumptions
-from dlo_framework.defaults import BestIfLogged, add_default_callbacks
+from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import SingleProcessStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.run import runs
-from dlo_framework.stop import GracefulStop
 
 
 class Net(LightningModule):
@@ -81,13 +80,6 @@ def test_ones_own_elsewhere_leave_the_run_its_last(tmp_path, save_last):
     assert load(tmp_path / "x" / "version_0" / "checkpoints" / "last.ckpt")["global_step"] == 12
     assert len(list((tmp_path / "elsewhere").iterdir())) == (4 if save_last else 3)
     assert runs.unfinished(tmp_path / "x") is None
-
-
-def test_ones_own_in_the_runs_folder_by_another_way_is_the_last(tmp_path):
-    (tmp_path / "way").symlink_to(tmp_path, target_is_directory=True)
-    own = ModelCheckpoint(tmp_path / "version_0" / "checkpoints", save_last=True)
-    trainer = fit(tmp_path / "way" / "version_0", [own])
-    assert [each for each in trainer.checkpoint_callbacks if type(each) not in (BestIfLogged, GracefulStop)] == [own]
 
 
 # --- the best -----------------------------------------------------------------------------------------------

@@ -85,15 +85,6 @@ def test_an_image_that_no_logger_takes_is_not_made(tmp_path, messages):
     assert "Plain takes no images, so seen is not logged there; add a TensorBoardLogger beside it, or" in message
 
 
-def test_a_figure_is_logged_as_it_is_drawn(tmp_path):
-    figure = Figure(figsize=(3, 2), dpi=10, facecolor=(1.0, 0.0, 0.0))
-    board = Board()
-    media.log_figure(Trainer(logger=board, accelerator="cpu", default_root_dir=tmp_path), "drawn", figure)
-    (pixels,) = board.images[0]["images"]
-    assert pixels.shape == (20, 30, 3)
-    assert pixels[10, 15].tolist() == [255, 0, 0]
-
-
 def test_without_matplotlib_no_figure_is_drawn_and_one_message_says_so(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(media, "rank_zero_warn", said.append)

@@ -186,15 +186,6 @@ def test_flops_are_counted_once_for_each_shape_and_a_window_has_those_of_its_bat
     ]
 
 
-def test_past_so_many_shapes_flops_go_by_the_elements(monkeypatch):
-    monkeypatch.setattr(FlopCounter, "MOST", 1)
-    counter = RunMonitor().flops
-    counter.load_state_dict([[[[3, 8], []], 240.0]])  # An image and its class.
-    counter.start(Net(), ((7, 8), ()))
-    assert not counter.running
-    assert counter.total({((3, 8), ()): 2, ((6, 8), (1,)): 1}) == 2 * 240 + 240 / 25 * 49
-
-
 def test_a_resumed_run_takes_the_counts_and_the_open_window_over(tmp_path):
     whole, resumed = RunMonitor(), RunMonitor()
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
@@ -240,18 +231,6 @@ def test_the_summary_counts_every_sample_and_says_how_it_ended(tmp_path):
     assert last["global_step"] == 21
     assert summary["metrics"]["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
     assert summary["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-
-
-def test_without_a_terminal_the_bar_prints_a_line_an_epoch_with_the_last_loss_of_a_short_window(tmp_path, capsys):
-    module, _ = fit(tmp_path, enable_progress_bar=True, accumulate_grad_batches=3)
-    ends = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch ") and "batch 20" in line]
-    assert len(ends) == 2
-    for number, line in enumerate(ends, start=1):
-        assert line.startswith(f"epoch {number}/2")
-        assert f"loss {module.losses[20 * number - 1]:.4f}" in line
-        assert "lr 1.00e-02" in line
-        assert "samples/s" in line
-        assert "val_loss" in line
 
 
 def test_groups_that_differ_get_a_curve_each():

@@ -151,8 +151,3 @@ def test_what_is_missing_is_told(target: str) -> None:
 
 def test_a_class_that_is_its_own_base_ends() -> None:
     assert read_class("ps_base:Loop").parameters == ()
-
-
-def test_fences_are_taken_out_and_what_they_hold_stays() -> None:
-    text = "Reads ``x``.\n\n```yaml\na: 1\n```\n\nAs torchvision's ``ImageFolder`` does.\n"
-    assert plain(text) == "Reads x.\n\na: 1\n\nAs torchvision's ImageFolder does.\n"

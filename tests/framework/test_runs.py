@@ -168,12 +168,6 @@ def test_a_run_that_was_killed_or_stopped_goes_on(tmp_path):
     assert runs.unfinished(tmp_path) == stopped
 
 
-def test_a_finished_run_does_not(tmp_path):
-    make_run(tmp_path, 0, 30)
-    make_run(tmp_path, 1, 90, "finished", 90)
-    assert runs.unfinished(tmp_path) is None
-
-
 def test_nor_does_an_older_one_for_a_run_that_has_no_checkpoint_yet(tmp_path):
     make_run(tmp_path, 0, 30)
     make_run(tmp_path, 1, None)

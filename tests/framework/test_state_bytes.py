@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from timm.optim.lookahead import Lookahead
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -59,24 +58,6 @@ def test_what_a_step_saves_is_counted(tmp_path):
     # Lightning's division of the loss by the micro-batches keeps their number, a double.
     assert found["activations"] == 4 * 4 * 4 + 8
     assert found["parameters"] == (8 * 4 + 4 + 4 + 1) * 4
-
-
-class Ahead(Net):
-    """Is stepped by AdamW, which Lookahead wraps: both keep state."""
-
-    def on_before_optimizer_step(self, optimizer):
-        pass
-
-    def configure_optimizers(self):
-        return Lookahead(torch.optim.AdamW(self.parameters()), k=2)
-
-
-def test_the_state_of_an_optimizer_in_another_is_counted(tmp_path):
-    module, _ = fit(tmp_path, Ahead(), max_epochs=1)
-    elements = sum(p.numel() for p in module.parameters())
-    found = json.loads((tmp_path / "summary.json").read_text())["state_bytes"]
-    counters = 4 * len(list(module.parameters()))
-    assert found["optimizer"] == 3 * 4 * elements + counters  # Two moments and the slow weights.
 
 
 def test_the_state_of_parameters_that_are_no_longer_in_a_group_is_counted():
