@@ -169,18 +169,6 @@ def test_last_is_the_newest_whole_one_of_the_newest_run_that_has_one(tmp_path, m
         assert runs.find_checkpoint(tmp_path, "last") == old / "last.ckpt"
 
 
-def test_what_a_kill_between_the_renames_left_is_found_under_its_name_and_put_there(folder):
-    last = folder / "last.ckpt"
-    (folder / "step-15.ckpt").rename(folder / "last.ckpt.dlo-partial")
-    (folder / "step-10.ckpt").rename(folder / "last.ckpt.dlo-old")
-    assert newest_valid(folder) == last
-    check(last)
-    assert load(last)["global_step"] == 15
-    recover(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "step-5.ckpt"]
-    assert load(last)["global_step"] == 15
-
-
 def test_an_unfinished_save_gives_way_to_the_previous_one(folder):
     (folder / "step-15.ckpt").rename(folder / "last.ckpt.dlo-partial")
     (folder / "last.ckpt.dlo-partial" / "manifest.json").unlink()

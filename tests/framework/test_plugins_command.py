@@ -121,13 +121,6 @@ def test_show_has_doc_parameters_and_yaml(pack: None, capsys: pytest.CaptureFixt
     assert snippet == {"trainer": {"callbacks": [{"class_path": "PcCallback", "init_args": init_args}]}}
 
 
-def test_show_takes_an_alias(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "show", "pc_alias")
-    assert "PcStrategy: strategy" in text
-    assert "also called pc_alias" in text
-    assert "It has no parameters." in text
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

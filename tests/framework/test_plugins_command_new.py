@@ -33,16 +33,6 @@ def test_what_is_written_passes_its_tests_for_every_kind(cwd: Path, capsys: pyte
         assert f"test_np_{kind}.py::test_dlo_accepts_it_as_a_plugin PASSED" in done.stdout
 
 
-def test_pytest_is_installed_first_where_it_is_missing(
-    cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["new", "callback", "np_one"]) == 0
-    assert "Run the test:\n\n  pytest ./test_np_one.py" in capsys.readouterr().out
-    monkeypatch.setattr("dlo_framework.cli.commands.plugins_command.find_spec", lambda name: None)
-    assert main(["new", "callback", "np_two"]) == 0
-    assert "Run the test:\n\n  pip install pytest\n  pytest ./test_np_two.py" in capsys.readouterr().out
-
-
 def test_the_printed_yaml_names_the_file_and_the_class(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["new", "callback", "my_thing"])
     text = capsys.readouterr().out
