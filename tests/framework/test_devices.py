@@ -188,9 +188,9 @@ def test_a_loss_scale_of_ones_own_keeps_its_settings(one_rank) -> None:
 
 
 def test_processes_of_torchrun_are_not_runs_of_their_own(monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(DloError, match=r"must be the 4 processes that torchrun .* got 1 x 2; set --trainer.devices 2"):
-        check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto", "num_nodes": 2})
+    with pytest.raises(DloError, match=r"must be the 4 processes that torchrun .* got 1 x 1; set --trainer.devices 4"):
+        check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto"})
     monkeypatch.setenv("WORLD_SIZE", "1")
     check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto"})

@@ -20,6 +20,7 @@ SMALL = {
     r"(/models|meta-llama|Qwen)/[\w.-]+": "small_model",
     r"/data/(imagenet|chats|pairs|books)": r"\1",
     r"s3://bucket/web-images": "imagenet",
+    r"pretrained: true": "pretrained: false",
     r"s3://bucket/web/": "shards",
 }
 _TEXT = r"CausalLM|PreferenceLM|TextData|PreferenceData|SequenceLength|DifficultyOrder|ep: |cp: |tp: |llm|sft"
@@ -114,4 +115,4 @@ def fill_folder(folder: Path, page: Path, photos: Path) -> None:
     ]
     kind = "llm/quickstart" if is_text(page.stem + "".join(own)) or "language" in page.stem else "quickstart"
     shipped = (ROOT / f"configs/{kind}.yaml").read_text().replace("run: {name: llm_quickstart}\n", "")
-    (folder / "my.yaml").write_text(in_small(own[0]) if own else shipped)
+    (folder / "my.yaml").write_text(re.sub("batch_size: 64", "batch_size: 8", in_small(own[0])) if own else shipped)
