@@ -78,12 +78,29 @@ def compare(alone: Path, folder: Path, name: str) -> None:
             assert follows_pattern(after[weight], pattern, 1)
 
 
+def _ranks(rank: int, world_size: int, folder: Path, masks: str) -> None:
+    assert _together(rank, world_size, folder, "zero3", TOGETHER, "adamw") == dict.fromkeys(TOGETHER, 0)
+    train(folder / "averaged", "zero3", world_size, SETTINGS["magnitude"], callbacks=(WeightEMA(0.8),))
+    _, watch, _ = train(folder / "started", "tp", world_size, {"masks": masks}, epochs=1, limit=2)
+    assert watch.wrong == 0
+
+
 @pytest.mark.timeout(600)
-def test_masks_on_two_ranks_are_those_of_one_process(tmp_path, alone):
-    found = run_distributed(_together, 2, tmp_path, "zero3", TOGETHER, "adamw", timeout=400)
-    assert found == [dict.fromkeys(TOGETHER, 0)] * 2
+def test_masks_on_two_ranks_are_those_of_one_process_averaged_and_taken_from_a_checkpoint(tmp_path, alone):
+    source = alone / "magnitude" / "last.ckpt"
+    for name in ("averaged", "started"):
+        (tmp_path / name).mkdir()
+    run_distributed(_ranks, 2, tmp_path, str(source), timeout=400)
     for name in TOGETHER:
         compare(alone, tmp_path, name)
+    averaged, started = (tmp_path / name / "last.ckpt" for name in ("averaged", "started"))
+    masks, average, trained = masks_of(averaged), weights_of(averaged), weights_of(averaged, "current_model_state")
+    assert differing(masks, masks_of(source)) == differing(masks_of(started), masks_of(source)) == 0
+    assert any(not torch.equal(average[name], trained[name]) for name in masks)
+    for name, mask in masks.items():
+        for weights in (average, trained, weights_of(started)):
+            assert not weights[name][~mask].any(), name
+            assert weights[name][mask].any(), name
 
 
 @pytest.mark.slow
@@ -124,23 +141,6 @@ def test_an_optimizer_of_full_tensors_keeps_pruned_weights_at_zero(tmp_path, str
         assert all(not weights[weight][~mask].any() for weight, mask in masks.items())
 
 
-def _averaged(rank: int, world_size: int, folder: Path) -> None:
-    train(folder, "zero3", world_size, SETTINGS["magnitude"], callbacks=(WeightEMA(0.8),))
-
-
-@pytest.mark.timeout(600)
-def test_an_average_on_ranks_is_zero_where_weights_are_pruned(tmp_path, alone):
-    run_distributed(_averaged, 2, tmp_path, timeout=300)
-    masks = masks_of(tmp_path / "last.ckpt")
-    assert differing(masks, masks_of(alone / "magnitude" / "last.ckpt")) == 0
-    average, trained = weights_of(tmp_path / "last.ckpt"), weights_of(tmp_path / "last.ckpt", "current_model_state")
-    assert any(not torch.equal(average[name], trained[name]) for name in masks)
-    for name, mask in masks.items():
-        assert not average[name][~mask].any(), name
-        assert not trained[name][~mask].any(), name
-        assert average[name][mask].any()
-
-
 def _stopped(rank: int, world_size: int, folder: Path, strategy: str, name: str) -> None:
     # The run's end is that of its epochs: what is stopped at a step has another schedule.
     train(folder, strategy, world_size, SETTINGS[name], epochs=2, limit=4)
@@ -165,19 +165,3 @@ def test_one_strategy_resumes_the_masks_of_another(tmp_path):
     weights, others = weights_of(two), weights_of(three)
     for weight, value in others.items():
         torch.testing.assert_close(weights[weight], value, atol=1e-5, rtol=1e-4)
-
-
-def _start_masked(rank: int, world_size: int, folder: Path, masks: str) -> int:
-    _, watch, _ = train(folder, "tp", world_size, {"masks": masks}, epochs=1, limit=2)
-    return watch.wrong
-
-
-@pytest.mark.timeout(600)
-def test_a_run_on_ranks_starts_with_the_masks_of_a_checkpoint(tmp_path, alone):
-    source = alone / "magnitude" / "last.ckpt"
-    assert run_distributed(_start_masked, 2, tmp_path, str(source), timeout=300) == [0, 0]
-    masks, weights = masks_of(tmp_path / "last.ckpt"), weights_of(tmp_path / "last.ckpt")
-    assert differing(masks, masks_of(source)) == 0
-    for name, mask in masks.items():
-        assert not weights[name][~mask].any()
-        assert weights[name][mask].any()
