@@ -239,16 +239,16 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
         devices = [device for device in devices.split(",") if device.strip()]
     number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     nodes = int(options.get("num_nodes") or 1)
-    if has_one_process(strategy) and number * nodes > 1:
-        raise DloError(
-            f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
-            f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
-        )
     launched = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else 1
     if has_one_process(strategy) and launched > 1:
         raise DloError(
             f"trainer.devices x trainer.num_nodes must be the {launched} processes that torchrun has started, got"
             f" {number} x {nodes}; set --trainer.devices {os.environ['LOCAL_WORLD_SIZE']}"
+        )
+    if has_one_process(strategy) and number * nodes > 1:
+        raise DloError(
+            f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
+            f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
         )
 
 
