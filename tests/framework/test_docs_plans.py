@@ -16,7 +16,7 @@ from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-#: Pages whose plans are of files in `examples`; test_docs_own_transformer trains the second one.
+#: Pages whose plans are of files in `examples`.
 EXAMPLES = ("write/task.md", "write/plan.md")
 PAGES = [path for path in DOCS.rglob("*.md") if "ParallelPlan(\n" in path.read_text()]
 OTHERS = [path for path in PAGES if path.relative_to(DOCS).as_posix() not in EXAMPLES]
@@ -28,12 +28,28 @@ def test_the_plan_of_a_page_is_one(page: Path) -> None:
     assert isinstance(eval(code), ParallelPlan)
 
 
-def build() -> tuple[Any, Any]:
+def example(name: str) -> Any:
     sys.path.insert(0, str(DOCS.parent / "examples"))
-    module = importlib.import_module("own_data")
+    return importlib.import_module(name)
+
+
+def build() -> tuple[Any, Any]:
+    module = example("own_data")
     return module.TumourClassifier(width=8), module.TumourData(batch_size=32)
 
 
 def test_the_plan_of_an_own_task_trains_under_tp_and_pp_as_one_process() -> None:
     axes: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2, "micro_batches": 4}]
     assert_parity(build, [Case(partial(MeshStrategy, dp_shard=1, **one), name=str(one)) for one in axes], steps=2)
+
+
+def test_the_own_transformer_trains_under_pp_and_tp_as_one_process() -> None:
+    own = example("own_transformer_test")
+    axes = [{"pp": 2, "micro_batches": 4}, {"tp": 2, "sequence_parallel": True}]
+    own.assert_parity(own.build, [own.on_mesh(**one) for one in axes], world_size=2, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_one_axis", "test_two_axes", "test_four_axes"])
+def test_the_own_transformer_s_test_passes(name: str) -> None:
+    getattr(example("own_transformer_test"), name)()

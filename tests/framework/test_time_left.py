@@ -5,17 +5,8 @@ from typing import Any
 
 import pytest
 
-from dlo_framework.units import format_duration
 from dlo_framework.watch import bar
 from dlo_framework.watch.bar import RunBar
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (45.4, "45 s"), (89, "89 s"), (720, "12 min"), (12000, "3 h 20 min"), (187_200, "2 d 4 h")],
-)
-def test_a_time_is_written_to_its_precision(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 def trainer(done: int, **options: Any) -> Any:

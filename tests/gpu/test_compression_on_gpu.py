@@ -1,8 +1,6 @@
 """Signs, errors and the 1-bit optimizers on one accelerator: what the CPU computes, and NCCL's collectives."""
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from dlo_plugins.compression.compressed_all_reduce import (
     CompressedAllReduce,
@@ -11,14 +9,6 @@ from dlo_plugins.compression.compressed_all_reduce import (
     subtract_compressed_,
 )
 from support.compression_by_definition import average_in_one_process, compress
-
-
-@pytest.fixture
-def group():
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def test_signs_and_scales_are_the_cpus() -> None:

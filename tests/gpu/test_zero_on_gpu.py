@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
@@ -16,14 +15,6 @@ CASES = [
     (3, {}),
     (3, {"offload_optimizer": True, "offload_parameters": True}),
 ]
-
-
-@pytest.fixture
-def group():
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def model() -> nn.Module:

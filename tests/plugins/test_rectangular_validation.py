@@ -317,6 +317,3 @@ def test_what_has_no_rectangles_is_refused_before_training(gallery):
     mixer = classifier("mixer_s16_224", model_args={})
     with pytest.raises(DloError, match=r"mixer_s16_224: images must have .* 32 x 32 pixels, got 64 x 32"):
         trainer(RectangularValidation()).fit(mixer, data(gallery))
-
-
-# --- the command -------------------------------------------------------------------------------------------
