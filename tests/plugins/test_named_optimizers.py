@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_tensors
 from dlo_framework.optimizers import OPTIMIZERS, trust_ratio
 from dlo_plugins.optimizers.lamb import BoundedLamb
-from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8, Lamb8bit, make_buffer
+from dlo_plugins.optimizers.quantised_adam import AdamW4bit, AdamW8bit, AdamWFp8, Lamb8bit, make_buffer, make_tables
 from dlo_plugins.parallel.optimizer_probe import probe_optimizer
 from dlo_tasks import optim
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -112,8 +112,7 @@ def test_a_plan_without_values_leaves_no_table_of_codes_behind() -> None:
     for module, name in itertools.product((subclass_8bit, subclass_4bit), ("get_qmap_signed", "get_qmap_unsigned")):
         getattr(module, name).cache_clear()
     with fake_tensors():
-        for bits, signed in itertools.product((8, 4), (True, False)):
-            make_buffer(torch.empty(64, 128), bits, signed=signed, block_size=128)
+        make_tables()
     for bits, signed in itertools.product((8, 4), (True, False)):
         values = torch.rand(64, 128)
         held = make_buffer(values, bits, signed=signed, block_size=128).copy_(values)

@@ -19,6 +19,7 @@ LAMB is :class:`~dlo_plugins.optimizers.lamb.BoundedLamb` with torchao's state. 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,19 @@ _CODES, _SCALE, _SHAPE = ".codes", ".scale", ".shape"
 _TYPES = (OptimState8bit, OptimState4bit, OptimStateFp8)
 
 
+def make_tables() -> None:
+    """Has torchao make the tables of codes, which it keeps for the process, of tensors that have values.
+
+    Those of a plan have none, so that tables that are made in one are zeros.
+    """
+    with unset_fake_temporarily():
+        for kind, signed in itertools.product((OptimState8bit, OptimState4bit), (True, False)):
+            kind.zeros((256,), signed, 128)
+
+
+make_tables()
+
+
 def make_buffer(like: Tensor, bits: int | str, *, signed: bool, block_size: int) -> Tensor:
     """Returns zeros in the shape of a tensor, quantised if it is large enough.
 
@@ -57,11 +71,6 @@ def make_buffer(like: Tensor, bits: int | str, *, signed: bool, block_size: int)
     """
     if like.numel() < SMALLEST or like.numel() % block_size:
         return torch.zeros_like(like, requires_grad=False)
-    with (
-        unset_fake_temporarily()
-    ):  # torchao keeps the table of codes that it makes first, in a plan without values too.
-        for kind in (OptimState8bit, OptimState4bit):
-            kind.zeros((block_size,), signed, block_size)
     where: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
     if bits == "fp8":
         made: Tensor = OptimStateFp8.zeros(like.shape, block_size, **where)
