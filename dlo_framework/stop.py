@@ -104,6 +104,7 @@ class GracefulStop(PluginCallback, Checkpoint):
         self._previous: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._steps_in_backward = False
 
     #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
     needs_gradients = False
@@ -130,6 +131,7 @@ class GracefulStop(PluginCallback, Checkpoint):
         self._install_handlers(trainer)
         _disable_sigterm_broadcast(trainer)
         self._saved, self.stepping = time.monotonic(), -1
+        self._steps_in_backward = drops_gradients(trainer)
 
     def _install_handlers(self, trainer: Trainer) -> None:
         if self._alone is None and trainer.world_size == 1:
@@ -156,7 +158,7 @@ class GracefulStop(PluginCallback, Checkpoint):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Notes the step that begins, where backward changes weights."""
-        if drops_gradients(trainer):
+        if self._steps_in_backward:
             self.stepping = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
