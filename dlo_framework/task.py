@@ -25,6 +25,7 @@ from dlo_framework.checkpoint.loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.models.experts.auxiliary_loss import follow_gradient
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.random_streams import preserved_random_state
 from dlo_framework.task_abilities import adopt_abilities
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -212,6 +213,17 @@ class Task(HasAbilities, LightningModule, ABC):
 
     def _evaluate(self, batch: Any) -> None:
         log_measures(self, measure(self, self._outputs(batch), batch), batch)
+
+
+def find_example(task: Task, datamodule: LightningDataModule | None) -> Any | None:
+    """Returns :meth:`Task.example_batch`; random numbers that it draws change none of the run's.
+
+    Args:
+        task: Task.
+        datamodule: Datamodule of the run, if any.
+    """
+    with preserved_random_state():
+        return task.example_batch(datamodule)
 
 
 # --- what pipelines call in place of a step ----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.registry.registry import own_packages
 from dlo_framework.run.runs import is_first_process
-from dlo_framework.task import Task
+from dlo_framework.task import Task, find_example
 from dlo_framework.task_abilities import FreezesUnused
 
 #: Hooks before the first step, in which a user's code may freeze parameters.
@@ -56,7 +56,7 @@ def check_gradients(module: Any, datamodule: Any, callbacks: Sequence[Callback],
         return
     if not trains_by_loss(module) or any(may_freeze(callback) for callback in callbacks):
         return
-    example = module.example_batch(datamodule)
+    example = find_example(module, datamodule)
     if example is None:
         return
     run_check(partial(_check_step, module, example, allow))

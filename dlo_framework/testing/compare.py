@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlo_framework.testing.record import SQUARES, Record
+from dlo_framework.testing.record import COPY, SQUARES, Record
 
 
 @dataclass(frozen=True)
@@ -497,9 +497,10 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
         of_key = {name: value for name, value in one.optimizer.items() if name.startswith(f"{key} of ")}
         typical = _typical({name: sizes[name] for name in of_key}, of_key)
         for name, mine in of_key.items():
-            if name in other.optimizer:
-                scale = max(sizes[name], FLOOR * typical * mine.numel() ** 0.5)
-                found[name] = _difference(mine, other.optimizer[name], scale, None)
+            scale = max(sizes[name], FLOOR * typical * mine.numel() ** 0.5)
+            for theirs in (name, name + COPY):
+                if theirs in other.optimizer:
+                    found[theirs] = _difference(mine, other.optimizer[theirs], scale, None)
     return found
 
 

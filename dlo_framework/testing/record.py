@@ -25,7 +25,7 @@ from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.random_streams import random_state
 from dlo_framework.shards import Box, FlatShard, Shard, held_boxes, is_tiling, slice_view
 from dlo_framework.shards import full_box as whole_box
-from dlo_framework.strategy_abilities import CanonicalCheckpoints
+from dlo_framework.strategy_abilities import CanonicalCheckpoints, Replicas
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.monitor import batch_loss
 
@@ -49,26 +49,39 @@ def gather_full_weights(trainer: Trainer) -> dict[str, Tensor]:
     return gather_full_tensors(plain)
 
 
-def gather_full_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def gather_full_tensors(state: Mapping[str, Any], *, copies: bool = False) -> dict[str, Tensor]:
     """Gathers the full tensors of a state dict that is sharded over the ranks of the default group.
 
     Args:
         state: State of this rank: plain tensors, DTensors, flat or cut shards. Ranks may have different names, as the
             stages of a pipeline do; values that are not tensors are left out.
+        copies: Whether tensors of which ranks have copies that differ are gathered again, of the last such rank, under
+            their name with :data:`COPY`.
 
     Returns:
         Full tensors on the CPU by name, of all ranks' names, on rank 0; an empty dict on other ranks.
     """
     held = {name: _boxes(value) for name, value in state.items() if isinstance(value, Shard)}
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {name: (shape, dtype, list(boxes)) for name, (shape, dtype, boxes) in held.items()})
+    sums = {(name, box): checksum(part) for name, (*_, boxes) in held.items() for box, part in boxes.items() if copies}
+    kind_of = {name: (shape, dtype, list(boxes)) for name, (shape, dtype, boxes) in held.items()}
+    dist.all_gather_object(told, (kind_of, sums))
     sender: dict[tuple[str, Box], int] = {}
+    others: dict[str, dict[Box, int]] = {}
     kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for rank, of_rank in enumerate(told):
+    for rank, (of_rank, own) in enumerate(told):
         for name, (shape, dtype, boxes) in of_rank.items():
             kinds.setdefault(name, (shape, dtype))
             for box in boxes:
-                sender.setdefault((name, box), rank)
+                first = sender.setdefault((name, box), rank)
+                if copies and own[name, box] != told[first][1][name, box]:
+                    others.setdefault(name, {})[box] = rank
+    for name in others:
+        kinds[name + COPY] = kinds[name]
+        held |= {name + COPY: held[name]} if name in held else {}
+        sender |= {
+            (name + COPY, box): others[name].get(box, rank) for (own, box), rank in sender.items() if own == name
+        }
     me, whole = dist.get_rank(), {}
     for names in _bundles(kinds):
         mine = {
@@ -129,6 +142,8 @@ def checksum(tensor: Tensor, before: int = 0) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data, before) if flat.numel() else before
 
 
+#: End of the name of a tensor's copy on another rank, where it differs.
+COPY = " on another rank"
 #: Key under which Adam and its variants keep the running mean of squared gradients.
 SQUARES = "exp_avg_sq"
 #: Names of attributes with the probability of a dropout, in any module: modules of transformers and torch have such
@@ -350,7 +365,8 @@ def optimizer_tensors(trainer: Trainer, checkpoints: CanonicalCheckpoints) -> di
     grouped = dist.is_available() and dist.is_initialized()
     is_cut = any(not isinstance(value, Tensor) for value in state.values())  # Also on one rank of FSDP.
     if grouped and (dist.get_world_size() > 1 or is_cut):
-        return gather_full_tensors(state)
+        replicas = contract_of(trainer.strategy).find_ability(Replicas)
+        return gather_full_tensors(state, copies=replicas is None or not replicas.separates)
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 

@@ -17,6 +17,7 @@ from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import Case, RankFailed, assert_parity, compare_cases
 from dlo_framework.testing.compare import report
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 
 
@@ -160,6 +161,17 @@ class Late(Callback):
                 pl_module.net[4].bias += 1e-3
 
 
+class StateOfARank(Callback):
+    """Changes the optimizer state of the last rank after the last step."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.world_size > 1 and trainer.global_rank == 1 and trainer.global_step == 6:
+            next(iter(trainer.optimizers[0].state.values()))[self.key] += 1
+
+
 def test_what_is_not_the_same_is_told_with_what_is_likely():
     flaws = compare_cases(
         build,
@@ -173,6 +185,8 @@ def test_what_is_not_the_same_is_told_with_what_is_likely():
             Case("ddp", {}, {"callbacks": [Late()]}, name="late"),
             Case("ddp", {}, {"use_distributed_sampler": False}, name="whole data"),
             Case("ddp", {"data": "loader"}, {"use_distributed_sampler": False}, name="no sampler"),
+            Case(DataParallelStrategy, {"optimizer": "adamw"}, {"callbacks": [StateOfARank("step")]}, name="a step"),
+            Case(FSDPStrategy, {"optimizer": "adamw"}, {"callbacks": [StateOfARank("step")]}, name="a step of fsdp"),
         ],
         steps=6,
     )
@@ -192,6 +206,9 @@ def test_what_is_not_the_same_is_told_with_what_is_likely():
     late = by_name["late"]
     assert [row.ok for row in late.rows] == [True, True, True, True, False, False]
     assert late.culprits[0] == "net.4.bias"
+    for name in ("a step", "a step of fsdp"):
+        assert by_name[name].culprits[0].startswith("step of net.")
+        assert by_name[name].culprits[0].endswith(" on another rank")
     assert "the first step's loss and gradients agree" in hints["late"]
 
 

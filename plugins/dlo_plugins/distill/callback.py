@@ -38,7 +38,7 @@ from dlo_framework.strategy_abilities import (
     mesh_spec,
 )
 from dlo_framework.strategy_contract import PlacesSecondModel, contract_of, loads_checkpoint
-from dlo_framework.task import Task, add_training_module, training_modules
+from dlo_framework.task import Task, add_training_module, find_example, training_modules
 from dlo_framework.task_abilities import CompletesBatches, Distillable, WeighsMicroBatches
 from dlo_framework.watch.media import log_scalars
 from dlo_plugins.compile.callback import Compile
@@ -323,7 +323,7 @@ class Distill(BatchTransform):
             )
 
     def _check_shapes(self, student: Task, teacher: Task, datamodule: LightningDataModule | None) -> None:
-        example = student.example_batch(datamodule)
+        example = find_example(student, datamodule)
         if example is None:
             raise DloError(
                 f"Distill: {type(student).__name__} must have an example_batch for hidden and attention, got None;"

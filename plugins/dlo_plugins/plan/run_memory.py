@@ -26,7 +26,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_tensors
 from dlo_framework.local_memory import inner_tensors
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.task import Task
+from dlo_framework.task import Task, find_example
 from dlo_plugins.memory.planning import MeasuredRank
 from dlo_plugins.parallel.gathered_dtype import find_batch_norms
 from dlo_plugins.parallel.optimizer_probe import Kind, probe_optimizer, shrink_shape, step_trial
@@ -350,7 +350,7 @@ def on_meta(model: Any) -> Any:
 
 def batch_of(model: Any, datamodule: Any) -> Any:
     """Returns a batch with the shapes of a run's: the task's example, or the first of its data."""
-    batch = model.example_batch(datamodule) if isinstance(model, Task) else None
+    batch = find_example(model, datamodule) if isinstance(model, Task) else None
     return first_batch(datamodule) if batch is None else batch
 
 

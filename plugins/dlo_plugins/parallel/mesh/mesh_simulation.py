@@ -39,7 +39,7 @@ from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import Applier, ParallelPlan, Phase, Rule
-from dlo_framework.task import Task
+from dlo_framework.task import Task, find_example
 from dlo_framework.task_abilities import WeighsMicroBatches
 from dlo_plugins.parallel.fsdp.sharded_optimizers import UsedParams
 from dlo_plugins.parallel.fsdp.sharding import ShardedModule
@@ -375,7 +375,7 @@ def dry_run_step(
     """
     if dist.is_initialized():
         return
-    example = task.example_batch(datamodule)
+    example = find_example(task, datamodule)
     if example is None:
         _Rehearsal(strategy, task, datamodule, None, own_loss=False, tp=spec.tp).check(spec)
         return

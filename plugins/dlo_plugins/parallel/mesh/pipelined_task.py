@@ -32,7 +32,7 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.models.experts.auxiliary_loss import set_scale
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.strategy_abilities import Pipelined
-from dlo_framework.task import Task, given_outputs, log_measures, measure
+from dlo_framework.task import Task, find_example, given_outputs, log_measures, measure
 from dlo_framework.task_abilities import Generates, LooksInside, WeighsMicroBatches
 from dlo_plugins.parallel.pipeline.exchange import batch_signatures
 from dlo_plugins.parallel.pipeline.model_stages import PartCosts, Split, balance_stages, flop_costs, make_stages
@@ -138,7 +138,7 @@ def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts 
         Costs of the parts, without a loss that needs its trainer or values. None where the task has no example batch,
         or torch cannot count without values; then stages are balanced by parameters.
     """
-    batch = task.example_batch(datamodule)
+    batch = find_example(task, datamodule)
     if batch is None:
         return None
     try:

@@ -24,6 +24,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors
 from dlo_framework.models.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.task import find_example
 from dlo_plugins.parallel.tensor.block_proof import (
     BlockProof,
     NotProvenError,
@@ -122,7 +123,7 @@ def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferr
         DloError: The plan has no rules, and no attention or MLP can be cut; the message has the layers that stand in
             the way.
     """
-    name, completes, example = type(task.model).__name__, has_rules(plan), task.example_batch(datamodule)
+    name, completes, example = type(task.model).__name__, has_rules(plan), find_example(task, datamodule)
     if example is None and completes:
         return InferredRules()
     if example is None:
@@ -168,7 +169,7 @@ def try_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferred
     Raises:
         DloError: The slices of a block do not give the full block's outputs or gradients.
     """
-    example, model = task.example_batch(datamodule), task.model
+    example, model = find_example(task, datamodule), task.model
     cut = make_tp_plan(model, replace(plan, tensor={**plan.tensor, "**": Rule.SEQUENCE}), 1)
     mixtures = tuple(mixture.name for mixture in find_mixtures(model, plan))
     blocks = [name for name in plan.block_names(model) if not any(f"{one}.".startswith(f"{name}.") for one in mixtures)]
