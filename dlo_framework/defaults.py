@@ -197,7 +197,7 @@ class BestIfLogged(_SavesAtEnds):
             rank_zero_info(
                 f"the best checkpoint is that of the lowest {self.monitor}; {choose}"
                 if is_logged
-                else f"no best checkpoint is kept: {name} logs no {self.monitor}; {choose}"
+                else f"no best checkpoint is kept: {name} has logged no {self.monitor}; {choose}"
             )
             self._said = True
         if is_logged:

@@ -335,7 +335,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     Processes, rendezvous (Lightning's launcher, torchrun, SLURM), devices, broadcast, reduce and barriers are those
     of Lightning's DDPStrategy, without its wrapper: the subclass reduces gradients itself. A subclass implements
-    :meth:`shard`, which is called once the optimizers are built.
+    :meth:`shard`, which builds the optimizers too.
 
     Args:
         timeout_minutes: Minutes that a collective may take before the run ends.
@@ -362,7 +362,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     @abstractmethod
     def shard(self, trainer: Trainer) -> None:
-        """Shards the module's state and, while fitting, its optimizers' over the ranks."""
+        """Moves the module to its device, builds its optimizers while fitting, and shards both over the ranks."""
 
     @property
     def precision_plugin(self) -> Precision:
@@ -383,7 +383,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         return True
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepares the module on its device, builds the optimizers, and shards both.
+        """Prepares the module, and has :meth:`shard` build the optimizers and shard both.
 
         Raises:
             DloError: if a callback unfreezes parameters during the run, or averages parameters that are sharded.

@@ -498,9 +498,9 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
         typical = _typical({name: sizes[name] for name in of_key}, of_key)
         for name, mine in of_key.items():
             scale = max(sizes[name], FLOOR * typical * mine.numel() ** 0.5)
-            for theirs in (name, name + COPY):
-                if theirs in other.optimizer:
-                    found[theirs] = _difference(mine, other.optimizer[theirs], scale, None)
+            for held in (name, name + COPY):
+                if held in other.optimizer:
+                    found[held] = _difference(mine, other.optimizer[held], scale, None)
     return found
 
 

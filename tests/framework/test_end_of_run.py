@@ -226,7 +226,7 @@ def test_one_that_does_not_keeps_none_and_is_told_once(tmp_path, monkeypatch, op
     monkeypatch.setattr("dlo_framework.defaults.rank_zero_info", said.append)
     fit(tmp_path / "run", kind=NoValLoss, max_epochs=2, **options)
     assert [message.partition(";")[0] for message in said if "best checkpoint" in message] == [
-        "no best checkpoint is kept: NoValLoss logs no val_loss"
+        "no best checkpoint is kept: NoValLoss has logged no val_loss"
     ]
     assert summary(tmp_path / "run")["best_checkpoint"] is None
 

@@ -64,6 +64,12 @@ def test_sizes_that_the_ranks_do_not_divide(model: nn.Module, tp: int, message: 
         TensorParallel().check(model, plan_of(model), tp)
 
 
+def test_rules_of_parameters_alone_are_named() -> None:
+    plan = ParallelPlan(tensor={"0.weight": "column"})
+    with pytest.raises(DloError, match=r"got 0\.weight, which match no module, from Sequential"):
+        TensorParallel().check(nn.Sequential(nn.Linear(4, 4)), plan, 2)
+
+
 def test_the_fix_suits_the_whole_model() -> None:
     with pytest.raises(DloError, match=r"set tp=6 \(sizes that fit all of the model: 1, 2, 3, 6\)"):
         check_divisibility(

@@ -64,9 +64,10 @@ def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parall
         if rule in _CUTTING and not any(name.startswith(f"{other}.") for other in ruled):
             ruled[name] = rule
     if not ruled:
+        got = f"{', '.join(plan.tensor)}, which match no module," if plan.tensor else "none"
         raise DloError(
-            f"a plan must have tensor rules for tensor parallelism, got none from {type(module).__name__}; set tp=1, or"
-            " ParallelPlan(tensor=...) with the projections' rules"
+            f"a plan must have tensor rules for tensor parallelism, got {got} from {type(module).__name__}; set tp=1,"
+            " or ParallelPlan(tensor=...) with the projections' rules"
         )
     _find_regions(found, ruled)
     for name, region in found.regions.items():
