@@ -236,22 +236,15 @@ def test_validation_collects_garbage_too_and_forked_processes_do_it_themselves(o
         settings.on_train_end(on_cuda, BoringModel())
 
 
-class Fused(BoringModel):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=self.fused)
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_gradients_of_a_fused_optimizer_are_clipped(precision: str) -> None:
     """Lightning alone (2.6) refuses it in bf16-mixed."""
     weights = []
     for fused in (True, False):
         torch.manual_seed(0)
-        module = Fused(fused)
+        module = BoringModel()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
+        module.configure_optimizers = lambda made=optimizer: made
         options = {"precision": precision, "gradient_clip_val": 0.1}
         quiet_trainer(max_steps=3, callbacks=[AcceleratorSettings()], **options).fit(module)
         weights.append(module.layer.weight.detach())
