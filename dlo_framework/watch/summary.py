@@ -112,6 +112,7 @@ class RunRecord(PluginCallback):
         self._place = ""  # path of the folder, without links
         self._goes_on_from: Path | None = None
         self._metrics: dict[str, Any] = {}  # of the run that this run resumes
+        self._trains = False
 
     @property
     def seconds(self) -> float:
@@ -161,7 +162,7 @@ class RunRecord(PluginCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the run's clock, and records a resumption, now that the run has loaded its state."""
-        self._began = time.perf_counter()
+        self._began, self._trains = time.perf_counter(), True
         path, self._goes_on_from = self._goes_on_from, None
         if path is not None and trainer.is_global_zero:
             note_resumption(path)
@@ -183,6 +184,8 @@ class RunRecord(PluginCallback):
         """Writes the summary of a run that failed; an error in doing so is printed, and does not hide the first one."""
         if trainer.state.fn != "fit" or not trainer.is_global_zero or not self.folder.is_dir():
             return
+        if not self._trains and any((self.folder / runs.CHECKPOINTS).glob("*")):
+            return  # It could not go on: what the run has reached stands in its summary and its checkpoints.
         why = ""
         for _ in range(2):  # torch's signal handler may raise here, once, that a loading process was killed.
             try:

@@ -207,6 +207,20 @@ def test_metrics_that_were_logged_before_are_there_after_a_resume(tmp_path):
     assert before + after == whole
 
 
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = torch.nn.Linear(8, 2)
+
+
+def test_a_resume_that_fails_before_it_trains_leaves_the_summary(tmp_path):
+    fit(tmp_path)
+    finished = summary(tmp_path)
+    with pytest.raises(DloError, match="of another shape"):
+        fit(tmp_path, resume=True, kind=Wider, max_epochs=4)
+    assert summary(tmp_path) == finished
+
+
 def test_a_plain_module_that_logs_val_loss_keeps_its_best_by_it_and_says_so_once(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("dlo_framework.defaults.rank_zero_info", said.append)
