@@ -268,6 +268,11 @@ class Recorder(PluginCallback):
         dropped = switch_off_dropout(pl_module)
         if dropped:
             self.record.notes.append(f"model: no dropout ({dropped})")
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.strict:
+                config.strict = False  # Lightning (2.6) would raise where its metric has not been logged.
+                name = type(config.scheduler).__name__
+                self.record.notes.append(f"{name}: no step without {config.monitor}; the run validates at its end only")
         kinds = nn.modules.batchnorm._BatchNorm
         layers = [module for module in pl_module.modules() if isinstance(module, kinds)]
         self.record.batch_norms = sum(layer.training and not isinstance(layer, nn.SyncBatchNorm) for layer in layers)

@@ -29,22 +29,6 @@ def a_table(record):
     return table
 
 
-@pytest.mark.parametrize(
-    ("median", "better", "met"),
-    [
-        (1.05, "lower", True),
-        (1.06, "lower", False),
-        (1.05, "higher", True),
-        (1.0, "higher", False),
-    ],
-)
-def test_a_bar_is_reached_on_the_side_that_is_better(record, median, better, met):
-    row = {"median": median, "bar": 1.05}
-    assert record.reached(row, better) is met
-    words = "at most" if better == "lower" else "at least"
-    assert record.bar_in_words(row, better) == f"{words} 1.050: {'met' if met else 'missed'}"
-
-
 def test_the_last_line_is_the_record(record, capsys):
     options = argparse.Namespace(rounds=3, folder=Path("x"))
     made = record.Record.of("/somewhere/benchmarks/some.py", DOC, options)

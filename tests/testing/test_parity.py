@@ -82,6 +82,10 @@ class Model(LightningModule):
     def configure_optimizers(self):
         if self.optimizer == "adamw":
             return torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.optimizer == "plateau":
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
         optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
 
@@ -111,6 +115,7 @@ def test_what_is_the_same_is_found_to_be():
             Case("ddp", {"data": "loader"}, {"accumulate_grad_batches": 3}, name="a loader"),
             Case(ModelParallelStrategy, {"optimizer": "adamw"}),
             Case("ddp", {}, {"precision": "bf16-mixed"}),
+            Case("ddp", {"optimizer": "plateau"}),
         ],
         steps=9,
     )
