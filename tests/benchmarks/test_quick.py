@@ -24,6 +24,3 @@ def test_a_quick_run_ends_in_its_record(name, monkeypatch):
     tables = {table["title"]: table["rows"] for table in found["tables"]}
     assert all(tables.values())
     assert tables or found["not_measured"]
-    if name == "sharding":  # The quick run is of all that the README quotes.
-        ((rows),) = tables.values()
-        assert {"ZeroRedundancyOptimizer", "DeepSpeed 1", "DeepSpeed 3", "dlo zero3"} <= rows.keys()

@@ -32,14 +32,6 @@ def a_record(name: str = "overhead", median: float = 1.1, **changes) -> dict:
     return {**record, "options": {}, "tables": [table], "not_measured": []} | changes
 
 
-def some_results(**changes) -> dict:
-    run = {"name": "overhead", "command": "python benchmarks/overhead.py", "load": 0.25, "seconds": 90.0, "code": 0}
-    failed = {**run, "name": "race", "seconds": 3.0, "code": 1, "record": None, "error": "exit code 1; no record"}
-    named = {"hardware": "2 CPU cores (x86_64)", "accelerator": False, "date": "2030-01-02", "quick": False}
-    runs = {"overhead": {**run, "record": a_record()}, "race": failed}
-    return {**named, "finished": "2030-01-02T03:04:05+00:00", "runs": runs} | changes
-
-
 # --- what there is -----------------------------------------------------------------------------------------
 
 
@@ -63,22 +55,6 @@ def _tree(name: str) -> ast.Module:
 def test_the_readme_has_the_table_of_the_newest_results(load):
     text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     assert text == load("measuring.readme").rewritten(text, BENCHMARKS / "results"), "python benchmarks/run.py --readme"
-
-
-def test_only_what_lies_between_the_marks_is_rewritten(load, tmp_path):
-    readme = load("measuring.readme")
-    text = f"# dlo\n\n{readme.BEGIN}\nold\n{readme.END}\n\nand more\n"
-    (tmp_path / "cpu_2030-01-02.json").write_text(json.dumps(some_results()))
-    made = readme.rewritten(text, tmp_path)
-    assert made.startswith(f"# dlo\n\n{readme.BEGIN}\n\n2 CPU cores (x86_64), 2030-01-02: medians")
-    assert made.endswith(f"\n\n{readme.END}\n\nand more\n")
-    assert "old" not in made
-    assert "](results/cpu_2030-01-02.md)" in made
-    line = "| training step, everything on | the loop's step | **1.100** |  | at most 1.030: missed |"
-    assert line in made.splitlines()
-    assert readme.rewritten(made, tmp_path) == made
-    with pytest.raises(ValueError, match=r"README\.md must have each of the marks"):
-        readme.rewritten("# dlo\n", tmp_path)
 
 
 # --- running -----------------------------------------------------------------------------------------------
@@ -122,9 +98,7 @@ def test_one_that_fails_is_told_and_stops_no_other(run, tmp_path, capsys):
     assert found["runs"]["bad"]["record"] is None
     assert found["runs"]["bad"]["error"].startswith("exit code 1; no record among what was printed")
     assert found["runs"]["good"]["record"]["tables"] == a_record()["tables"]
-    assert found["runs"]["good"]["seconds"] > 0
     assert path.with_suffix(".md").read_text().startswith("# a machine, ")
-    assert len(list(path.with_suffix("").glob("*.svg"))) == 1
     (log,) = (tmp_path / "logs").rglob("bad.log")
     assert log.read_text().splitlines() == ["so far", "it cannot"]
     assert "failed: bad" in capsys.readouterr().err

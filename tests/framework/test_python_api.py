@@ -227,21 +227,6 @@ def test_another_job_in_the_folder_is_refused(net, monkeypatch):
         fit(net, 2, "last")
 
 
-def test_a_notebook_starts_ranks_and_gets_their_weights(net, monkeypatch):
-    """Ranks are forked where Python is interactive; also a strategy whose ranks hold shards."""
-    monkeypatch.setattr("dlo_framework.distributed.launcher._IS_INTERACTIVE", True)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    seed_everything(42, workers=True, verbose=False)
-    model, before = net(), net().state_dict()
-    trainer = dlo.Trainer(max_epochs=1, strategy="zero3", devices=2, run_name="own", **QUIET)
-    trainer.fit(model)
-    assert summary("runs/own/version_0")["world_size"] == 2
-    assert equal(model.state_dict(), weights("runs/own/version_0"))
-    assert not equal(model.state_dict(), before)
-    assert trainer.callback_metrics["val"] == pytest.approx(summary("runs/own/version_0")["metrics"]["val"])
-    assert "LOCAL_RANK" not in os.environ
-
-
 IMAGES = {"model": "vit_tiny_patch16_224", "model_args": {"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2}}
 NOTEBOOK = """
 import dlo_framework as dlo
@@ -289,6 +274,35 @@ SCRIPT = f"""
     with open(f"rank-{{trainer.global_rank}}", "w") as file:
         file.write(f"{{trainer.run_folder}} {{metrics['val']}}")
 """
+
+
+#: The README's module as a notebook trains it.
+CELLS = f"""
+{README.partition("```python")[2].partition("if __name__")[0]}
+import os
+from dlo_framework.distributed import launcher
+
+launcher._IS_INTERACTIVE = True
+Net.validation_step = lambda self, *batch: self.log("val", self.training_step(*batch), sync_dist=True)
+data = DataLoader(TensorDataset(torch.rand(64, 2)), 32)
+trainer = dlo.Trainer(run_name="own", max_epochs=1, accelerator="cpu", devices=2, strategy="zero3")
+model = Net()
+before = model.layers[0].weight.detach().clone()
+trainer.fit(model, data, data)
+assert not torch.equal(model.layers[0].weight, before)
+assert "LOCAL_RANK" not in os.environ
+torch.save([model.state_dict(), float(trainer.callback_metrics["val"])], "own.pt")
+"""
+
+
+def test_a_notebook_starts_ranks_and_gets_their_weights(net, dlo):
+    """Ranks are forked where Python is interactive, from a process without a backward on fake tensors."""
+    Path("notebook.py").write_text(CELLS)
+    dlo("notebook.py")
+    found, val = torch.load("own.pt")
+    assert equal(found, weights("runs/own/version_0"))
+    assert summary("runs/own/version_0")["world_size"] == 2
+    assert val == pytest.approx(summary("runs/own/version_0")["metrics"]["val"])
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
