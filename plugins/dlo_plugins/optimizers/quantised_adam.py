@@ -50,9 +50,9 @@ _TYPES = (OptimState8bit, OptimState4bit, OptimStateFp8)
 def make_tables() -> None:
     """Has torchao make the tables of codes, which it keeps for the process, of tensors that have values.
 
-    Those of a plan have none, so that tables that are made in one are zeros.
+    Those of a plan have none, so that tables that are made in one are zeros; on the meta device they cannot be read.
     """
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), torch.device("cpu"):
         for kind, signed in itertools.product((OptimState8bit, OptimState4bit), (True, False)):
             kind.zeros((256,), signed, 128)
 
