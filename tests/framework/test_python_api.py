@@ -296,9 +296,9 @@ torch.save([model.state_dict(), float(trainer.callback_metrics["val"])], "own.pt
 
 
 def test_a_notebook_starts_ranks_and_gets_their_weights(net, dlo):
-    """Ranks are forked where Python is interactive, from a process without a backward on fake tensors."""
+    """Ranks are forked where Python is interactive, from a new Python: a fork of one with torchao is refused."""
     Path("notebook.py").write_text(CELLS)
-    dlo("notebook.py")
+    subprocess.run([sys.executable, "notebook.py"], env=dlo.environment(), timeout=250, check=True)
     found, val = torch.load("own.pt")
     assert equal(found, weights("runs/own/version_0"))
     assert summary("runs/own/version_0")["world_size"] == 2
