@@ -398,7 +398,7 @@ def test_a_head_dim_is_a_setting_of_families_that_read_it(family: str, reads: bo
 def test_a_missing_package_is_named_with_what_brings_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        DloError, match=rf"CausalLM needs {package}, which is not installed; pip install 'dlo_framework\[llm\]'"
+        DloError, match=rf"a language model needs {package}, which is not installed; pip install 'dlo_framework\[llm\]'"
     ):
         CausalLM(config={**LLAMA, "vocab_size": 50}, lora=Lora()).check(None)
 

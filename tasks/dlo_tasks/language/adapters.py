@@ -22,7 +22,7 @@ from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.models.four_bit_linear import LEVELS, FourBitLinear, Kind
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.shards import Box, Shard, held_boxes
-from dlo_tasks.language.language_models import find_blocks, require_package, text_config
+from dlo_tasks.language.language_models import ModelKind, find_blocks, require_package, text_config
 
 #: peft's name of the only adapter.
 ADAPTER = "default"
@@ -80,11 +80,14 @@ class Lora:
                 "lora.targets must name at least one projection, got []; name some, or remove it to adapt all"
             )
 
-    def peft_config(self, targets: Sequence[str], *, transposed: bool, base: str | None = None) -> Any:
+    def peft_config(
+        self, targets: Sequence[str], kind: ModelKind = "causal", *, transposed: bool, base: str | None = None
+    ) -> Any:
         """Returns peft's config of these adapters.
 
         Args:
             targets: Last parts of the names of the modules to adapt.
+            kind: Kind of the model.
             transposed: Whether weights are `[in, out]`, as in GPT-2.
             base: Folder or hub name of the base model.
         """
@@ -96,7 +99,7 @@ class Lora:
             target_modules=list(targets),
             fan_in_fan_out=transposed,
             use_dora=self.dora,
-            task_type="CAUSAL_LM",
+            task_type={"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}.get(kind),
             base_model_name_or_path=base,
         )
 
@@ -131,7 +134,7 @@ def lora_targets(model: nn.Module, head: nn.Module, targets: Sequence[str] | Non
     return list(targets)
 
 
-def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
+def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype, kind: ModelKind = "causal") -> None:
     """Adds adapters to a model's projections, in place, and freezes all other parameters.
 
     Args:
@@ -139,6 +142,7 @@ def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dty
         head: Output projection of the model.
         lora: Options of the adapters.
         dtype: Dtype of the adapters; the model's may be a half precision.
+        kind: Kind of the model.
 
     Raises:
         DloError: If a target is unknown.
@@ -147,7 +151,9 @@ def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dty
 
     targets = lora_targets(model, head, lora.targets)
     transposed = any(isinstance(module, Conv1D) for module in projections(model).values())
-    require_package("peft").inject_adapter_in_model(lora.peft_config(targets, transposed=transposed), model, ADAPTER)
+    require_package("peft").inject_adapter_in_model(
+        lora.peft_config(targets, kind, transposed=transposed), model, ADAPTER
+    )
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

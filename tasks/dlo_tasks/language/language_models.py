@@ -1,4 +1,4 @@
-"""Builds transformers' causal language models from a folder, the hub, or a config with random weights.
+"""Builds transformers' language models from a folder, the hub, or a config with random weights.
 
 Weights are read from safetensors only; code that comes with a model is never run.
 
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from inspect import getfile, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,16 @@ from dlo_tasks.language.vocabulary_head import VocabularyHead
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+
+#: Kind of a language model: it predicts the next token, masked tokens, or a target text from a source.
+ModelKind = Literal["causal", "masked", "seq2seq"]
+#: Class of transformers that builds each kind, and the task that trains it.
+AUTO_CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+TASKS = {"causal": "CausalLM", "masked": "MaskedLM", "seq2seq": "Seq2SeqLM"}
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -59,7 +69,9 @@ def require_package(package: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise DloError(f"CausalLM needs {package}, which is not installed; pip install 'dlo_framework[llm]'") from error
+        raise DloError(
+            f"a language model needs {package}, which is not installed; pip install 'dlo_framework[llm]'"
+        ) from error
     finally:
         logging.disable(before)
 
@@ -222,13 +234,19 @@ def check_vocabulary(vocabulary: int, tokenizer: Any, *, trained: bool) -> None:
 
 
 def build_model(
-    model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None
+    model: str | None,
+    config: PretrainedConfig,
+    kind: ModelKind = "causal",
+    *,
+    dtype: torch.dtype,
+    attention: str | None,
 ) -> PreTrainedModel:
-    """Returns a causal language model with its weights: random without `model`, none under the meta device.
+    """Returns a language model with its weights: random without `model`, none under the meta device.
 
     Args:
         model: Folder or hub name, or None.
         config: Config of the model.
+        kind: Kind of the model.
         dtype: Dtype of the parameters.
         attention: Attention implementation of transformers, such as `sdpa`. None selects `sdpa`, or `eager` where
             attention scores are soft-capped (Gemma 2), which `sdpa` does not compute.
@@ -236,8 +254,9 @@ def build_model(
     Raises:
         DloError: If it cannot be built, or its weights are not safetensors.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto: Any = getattr(transformers, AUTO_CLASSES[kind])
     if attention == packed_attention.NAME:
         packed_attention.register_attention()
     options: dict[str, Any] = {"dtype": dtype}
@@ -245,21 +264,21 @@ def build_model(
         options["attn_implementation"] = attention or "eager"
     if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).
         options["experts_implementation"] = "eager"
-    narrow: Any = narrow_class(config) if is_narrow(config) else None
+    narrow: Any = narrow_class(config) if kind == "causal" and is_narrow(config) else None
     try:
         if model is None or torch.get_default_device().type == "meta":
             if narrow is not None:
                 found = narrow._from_config(config, **options)
             else:
-                found = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+                found = auto.from_config(config, trust_remote_code=False, **options)
         else:
-            kind: Any = narrow or AutoModelForCausalLM
+            source: Any = narrow or auto
             options["trust_remote_code"] = False
             with limit_progress_bars():
-                found = kind.from_pretrained(_path(model), config=config, use_safetensors=True, **options).train()
+                found = source.from_pretrained(_path(model), config=config, use_safetensors=True, **options).train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else config.model_type
-        raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
+        raise DloError(f"cannot build a {kind} language model from {what}: {first_line(error)}") from error
     if dtype == torch.float64 and found.config._attn_implementation == "eager":
         _bound_eager_masks(found)
     if text_settings(config).rescale_every > 0:

@@ -309,17 +309,18 @@ def describe(task: Any) -> dict[str, Any]:
     """Returns the data that an export needs beside the weights, as plain data for checkpoints.
 
     Args:
-        task: Task `CausalLM` with its model.
+        task: Task with its model.
 
     Returns:
-        Dict of `plugin`, the task's name; `config` and `generation_config`, JSON; `tokenizer`, its files' names and
-        texts; `lora`, the adapters' options, or None; `base`, the folder or hub name of the initial weights;
-        `logit_softcap`, the soft bound of the logits that transformers' model lacks, or None; `experts`, their number
-        in mixtures that it lacks, or None.
+        Dict of `plugin`, the task's name; `kind`, the model's; `config` and `generation_config`, JSON; `tokenizer`, its
+        files' names and texts; `lora`, the adapters' options, or None; `base`, the folder or hub name of the initial
+        weights; `logit_softcap`, the soft bound of the logits that transformers' model lacks, or None; `experts`, their
+        number in mixtures that it lacks, or None.
     """
     generation = getattr(task.model, "generation_config", None)
     return {
-        "plugin": "CausalLM",
+        "plugin": language_models.TASKS[task.kind],
+        "kind": task.kind,
         "config": task.model.config.to_json_string(use_diff=False),
         "generation_config": None if generation is None else generation.to_json_string(),
         "tokenizer": {} if task.tokenizer is None else tokenizer_files(task.tokenizer),
@@ -358,7 +359,8 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
     about = checkpoint.get("exporter")
     if not isinstance(about, dict) or "config" not in about:
         raise DloError(
-            "checkpoint must be saved by CausalLM, got one without its model's config; export one of a CausalLM run"
+            "checkpoint must be saved by a task of language models, got one without its model's config; export one of"
+            " a CausalLM run"
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DloError(f"output folder must be new or empty, got {folder}; remove it, or choose another")
@@ -384,7 +386,7 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     if lora is not None and not lora.merge:
-        return _write_adapter(model, lora, about["base"], folder)
+        return _write_adapter(model, lora, about, folder)
     if lora is not None:
         adapters.merge_adapters(model)
     with _quiet_save():
@@ -419,9 +421,10 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     weights = model_weights(checkpoint, PREFIX)
     stored = weights.dtype(next(iter(weights)))
     with torch.device("meta"):
-        model = language_models.build_model(None, config, dtype=dtype or stored, attention=None)
+        kind = about.get("kind", "causal")  # Checkpoints of dlo 0.2 have none.
+        model = language_models.build_model(None, config, kind, dtype=dtype or stored, attention=None)
         if about["lora"] is not None:
-            adapters.add_adapters(model, model.get_output_embeddings(), Lora(**about["lora"]), dtype or stored)
+            adapters.add_adapters(model, model.get_output_embeddings(), Lora(**about["lora"]), dtype or stored, kind)
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device="cpu", recurse=False)
@@ -443,13 +446,14 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     return model.eval()
 
 
-def _write_adapter(model: Any, lora: Lora, base: str | None, folder: Path) -> str:
+def _write_adapter(model: Any, lora: Lora, about: dict[str, Any], folder: Path) -> str:
     from safetensors.torch import save_file
 
     layers = adapters.adapter_layers(model)
     targets = sorted({name.rpartition(".")[2] for name in layers})
     transposed = any(is_transposed(layer.get_base_layer()) for layer in layers.values())
-    config = lora.peft_config(targets, transposed=transposed, base=base)
+    base = about["base"]
+    config = lora.peft_config(targets, about.get("kind", "causal"), transposed=transposed, base=base)
     config.inference_mode = True
     config.save_pretrained(folder)
     state = adapters.adapter_state(model)
