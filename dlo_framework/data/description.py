@@ -84,7 +84,8 @@ class DataDescription(_Description):
         mean: Mean of each channel that was subtracted.
         std: Standard deviation of each channel by which was divided.
         root: Folder of the data.
-        seq_len: Tokens of a row.
+        seq_len: Tokens of a row; of a source, where there are targets too.
+        target_len: Tokens of a target.
         packing: Whether rows hold several documents: `none`, or the way in which they are chosen.
         tokenizer: Tokenizer of transformers, after setup.
         trains_on_chats: Whether samples are conversations.
@@ -109,6 +110,7 @@ class DataDescription(_Description):
     std: Sequence[float] | None
     root: Any
     seq_len: int | None
+    target_len: int | None
     packing: str | None
     tokenizer: Any
     trains_on_chats: bool | None

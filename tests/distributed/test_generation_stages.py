@@ -13,8 +13,9 @@ from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language.batches import pad_left
 from dlo_tasks.language.causal_lm import CausalLM
-from dlo_tasks.language.generation import Sampling, keeps_keys_and_values, pad_left
+from dlo_tasks.language.generation import Sampling, keeps_keys_and_values
 from support.token_batches import FAMILIES, Batches
 from support.trainers import quiet_trainer
 

@@ -21,8 +21,9 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language import model_folders
 from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.batches import pad_left
 from dlo_tasks.language.causal_lm import CausalLM
-from dlo_tasks.language.generation import Sampling, pad_left
+from dlo_tasks.language.generation import Sampling
 from dlo_tasks.language.model_folders import write_folder
 from dlo_tasks.language.tokenizer import embedded_tokenizer
 from support.token_batches import Batches

@@ -26,9 +26,10 @@ from dlo_framework.errors import DloError
 from dlo_plugins.compile.callback import Compile
 from dlo_tasks.language import language_models
 from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.batches import pad_left
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.evaluation import count_token_bytes
-from dlo_tasks.language.generation import Sampling, complete_ids, end_tokens, pad_left
+from dlo_tasks.language.generation import Sampling, complete_ids, end_tokens
 from support.causal_types import tiny
 from support.texts import word_tokenizer
 from support.token_batches import SMALL

@@ -19,7 +19,6 @@ from dlo_tasks.language.generation import (
     check_generation_length,
     check_windows,
     complete_ids,
-    complete_texts,
     max_positions,
     position_table_size,
 )
@@ -98,22 +97,12 @@ def test_what_is_no_prompt_is_named(asked, name, content, message):
         asked(content, name)
 
 
-def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path, monkeypatch):
-    from dlo_tasks.language import generation
-
+def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path):
     tokenizer = word_tokenizer({"<end>": 0, "the": 1, "loss": 2}, closes=True)
     assert tokenizer("the loss")["input_ids"] == [1, 2, 0]
     file = lines(tmp_path / "p.jsonl", {"prompt": "the loss"})
     assert read_prompts([file], tokenizer)[1] == [[1, 2]]
-    seen: list[list[list[int]]] = []
-
-    def complete(model, ids, *rest):
-        seen.append(ids.tolist())
-        return ids
-
-    monkeypatch.setattr(generation, "complete_ids", complete)
-    complete_texts(SimpleNamespace(device=torch.device("cpu")), ["the loss"], Sampling(), tokenizer, False)  # type: ignore[arg-type]
-    assert seen == [[[1, 2]]]
+    assert encode_prompts(tokenizer, ["the loss"]) == [[1, 2]]
 
 
 SIZES = {"vocab_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}

@@ -185,7 +185,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def freeze_unused_by_text(model: Any) -> None:
     """Freezes the parameters that text does not reach, such as a vision tower, because they never get gradients."""
-    if text_config(model.config) is model.config:
+    if text_config(model.config) is model.config or model.config.is_encoder_decoder:
         return
     decoder = model.get_decoder()
     used = {id(parameter) for part in (decoder, model.get_output_embeddings()) for parameter in part.parameters()}

@@ -21,6 +21,7 @@ from dlo_framework.frozen_model import default_dtype
 from dlo_tasks.language import document_isolation, language_models, packed_attention, sparse_attention
 from dlo_tasks.language.batches import count_documents, single_documents
 from dlo_tasks.language.document_isolation import FORWARD_FAILURES, DocumentSpans, Isolation, near
+from dlo_tasks.language.encoder_decoder import decoder_states
 from dlo_tasks.language.packed_attention import document_lengths
 from dlo_tasks.language.text_settings import text_settings
 from dlo_tasks.language.tokenizer import first_line
@@ -206,6 +207,35 @@ def probe_traits(model: PreTrainedModel) -> Traits:
         tried.train(was_training)
 
 
+@torch.no_grad()
+def probe_encoder_decoder(model: PreTrainedModel) -> Traits:
+    """Returns the properties of an encoder-decoder model, tested on a few tokens.
+
+    Args:
+        model: Model with its weights, or on the meta device.
+    """
+    tried = _twin(model) if next(model.parameters()).is_meta else model
+    was_training = tried.training
+    tried.eval()
+    try:
+        with torch.device(tried.device), default_dtype(None if tried is model else torch.float32):
+            tokens = _tokens(tried)
+            rows = torch.tensor([tokens, tokens[::-1]])
+            inputs = {"input_ids": rows, "decoder_input_ids": rows[:, :4]}
+            found = decoder_states(tried, **inputs)
+            projects = _is_head_of(tried, found, language_models.logits(tried, **inputs))
+            apart = False
+            if projects and not is_flash(tried):
+                source, target = torch.tensor([[1, 1, 2, 2, 2, 0]] * 2), torch.tensor([[1, 2, 2, 0]] * 2)
+                packed = decoder_states(tried, **inputs, encoder_segment_ids=source, decoder_segment_ids=target)
+                apart = near(packed[:, 1:3], decoder_states(tried, rows[:, 2:5], rows[:, 1:3]))
+            return Traits(isolates_documents=apart, positions_from_0=True, has_linear_head=projects)
+    except FORWARD_FAILURES:  # such as a decoder that takes its inputs by other names
+        return Traits(isolates_documents=False, positions_from_0=True, has_linear_head=False)
+    finally:
+        tried.train(was_training)
+
+
 def _tokens(model: PreTrainedModel) -> list[int]:
     """Returns six tokens without special ones: some families do not count padding."""
     config = language_models.text_config(model.config)
@@ -244,6 +274,11 @@ def _projects(model: PreTrainedModel) -> bool:
     tokens = torch.tensor([_tokens(model)], device=model.device)
     found = language_models.hidden_states(model, input_ids=tokens)
     logits = language_models.logits(model, input_ids=tokens)
+    return _is_head_of(model, found, logits)
+
+
+def _is_head_of(model: PreTrainedModel, found: Tensor, logits: Tensor) -> bool:
+    """Returns whether logits are the head's output for these hidden states."""
     head = language_models.find_head(model)
     if found.shape[-1] != getattr(head.module, "in_features", found.shape[-1]):
         return False
@@ -348,7 +383,7 @@ def _build_like(model: PreTrainedModel, config: Any, attention: str) -> Any:
     """Returns a model of the same class; that of a sub-config (Emu3's text model) is unknown to transformers' lists."""
     from transformers import AutoModelForCausalLM
 
-    if type(config) in AutoModelForCausalLM._model_mapping:
+    if type(config) in AutoModelForCausalLM._model_mapping and not config.is_encoder_decoder:
         return language_models.build_model(None, config, dtype=torch.float32, attention=attention)
     return type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
 

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.errors import DloError, check_number
-from dlo_tasks.language.batches import IGNORE_INDEX, pad_left
+from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.chat import encode_prompts, format_prompt
 from dlo_tasks.language.text_settings import text_settings
 
@@ -74,11 +74,12 @@ def complete_ids(
 ) -> Tensor:
     """Returns the model's completions of prompts, `[B, T]`; rows that end early are padded.
 
-    A row ends with the tokenizer's end-of-text token, or any `eos_token_id` of the model's `generation_config`.
+    An encoder-decoder model writes the targets of sources. A row ends with the tokenizer's end-of-text token, or any
+    `eos_token_id` of the model's `generation_config`.
 
     Args:
         model: Model with its weights available, as inside a step.
-        input_ids: Token ids, `[B, L]`, padded on the left.
+        input_ids: Token ids, `[B, L]`, padded on the left; those of sources, on the right.
         attention_mask: Attention mask, `[B, L]`.
         sampling: Sampling options.
         tokenizer: Tokenizer of the data; None if the special tokens are unknown.
@@ -95,7 +96,9 @@ def complete_ids(
     """
     from transformers import GenerationConfig
 
-    check_generation_length(model, input_ids.shape[1], sampling.max_new_tokens)
+    own: Any = model.config
+    start = 1 if own.is_encoder_decoder else input_ids.shape[1]  # A decoder's own prompt is one token.
+    check_generation_length(model, start, sampling.max_new_tokens)
     ends = end_tokens(model, tokenizer)
     pad = None if tokenizer is None else tokenizer.pad_token_id
     drawing: dict[str, Any] = {}
@@ -106,11 +109,12 @@ def complete_ids(
         do_sample=bool(drawing),
         eos_token_id=ends or None,
         pad_token_id=pad if pad is not None else ends[0] if ends else 0,
+        decoder_start_token_id=own.decoder_start_token_id if own.is_encoder_decoder else None,
         **drawing,
     )
     processors: list[Any] = [] if softcap is None else [SoftcappedLogits(softcap)]
     if draws is not None:
-        processors.append(DrawnTokens(draws, sampling.temperature, input_ids.shape[1]))
+        processors.append(DrawnTokens(draws, sampling.temperature, start))
     if pipelined is not None and not keeps_keys_and_values(model):
         config.use_cache = False
     devices = [input_ids.device] if input_ids.device.type == "cuda" else []
@@ -129,7 +133,7 @@ def complete_ids(
             synced_gpus=together,
         )
     model.train(was_training)
-    return written[:, input_ids.shape[1] :]
+    return written[:, start:]
 
 
 class SoftcappedLogits:
@@ -193,30 +197,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     tokens = [] if tokenizer is None else [tokenizer.eos_token_id]
     tokens += own if isinstance(own, list | tuple) else [own]
     return list(dict.fromkeys(token for token in tokens if token is not None))
-
-
-def complete_texts(
-    model: PreTrainedModel,
-    prompts: Sequence[str | list[dict[str, Any]]],
-    sampling: Sampling,
-    tokenizer: Any,
-    together: bool,
-    softcap: float | None = None,
-    pipelined: Any = None,
-    device: torch.device | None = None,
-) -> list[str]:
-    """Returns the completion of each prompt, as text; for the arguments see :func:`complete_ids`.
-
-    The prompts are on `device`, by default the model's.
-
-    Raises:
-        DloError: If a prompt has no tokens, or a conversation cannot be rendered.
-    """
-    rows = encode_prompts(tokenizer, prompts)
-    pad = tokenizer.pad_token_id
-    ids, mask = pad_left(rows, 0 if pad is None else pad, device or model.device)
-    written = complete_ids(model, ids, mask, sampling, tokenizer, together, None, softcap, pipelined)
-    return [str(text) for text in tokenizer.batch_decode(written, skip_special_tokens=True)]
 
 
 def as_markdown(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[str]) -> str:
@@ -409,7 +389,7 @@ def position_table_size(model: PreTrainedModel) -> int | None:
     return max_positions(model.config) if any(map(_TABLE.search, tensors)) else None
 
 
-def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> None:
+def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool, option: str = "seq_len") -> None:
     """Checks that a model has enough positions for the data's windows; warns if it computes more than its config has.
 
     Models whose config has no number of positions, or scales rotary positions, are not checked.
@@ -418,6 +398,7 @@ def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> Non
         model: Model, possibly on the meta device.
         seq_len: Positions per window; None if the data have no such attribute.
         trained: Whether the model has trained weights, so that its positions cannot grow.
+        option: Name of the data's option.
 
     Raises:
         DloError: If its position table is shorter.
@@ -426,11 +407,11 @@ def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> Non
     if number is None or not isinstance(seq_len, int) or seq_len <= number:
         return
     name = model.config.get_text_config(decoder=True).attribute_map.get(_NAME, _NAME)
-    fix = f"set data.init_args.seq_len to at most {number}" + ("" if trained else f", or config.{name} to {seq_len}")
+    fix = f"set data.init_args.{option} to at most {number}" + ("" if trained else f", or config.{name} to {seq_len}")
     if position_table_size(model) is not None:
-        raise DloError(f"seq_len must be at most the model's {number} positions ({name}), got {seq_len}; {fix}")
+        raise DloError(f"{option} must be at most the model's {number} positions ({name}), got {seq_len}; {fix}")
     if not _is_stretched(model.config):
-        rank_zero_warn(f"seq_len {seq_len} exceeds the {number} positions that the model was made for ({name}); {fix}")
+        rank_zero_warn(f"{option} {seq_len} exceeds the {number} positions that the model was made for ({name}); {fix}")
 
 
 def check_generation_length(model: PreTrainedModel, prompt: int, new: int) -> None:

@@ -30,6 +30,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.models.hugging_face import is_conv1d
 from dlo_framework.run.runs import is_first_process
 from dlo_tasks.language import packed_attention
+from dlo_tasks.language.encoder_decoder import default_start_token
 from dlo_tasks.language.text_settings import TextSettings, text_settings
 from dlo_tasks.language.tokenizer import check_hub_name, first_line, has_tokenizer, vocabulary_size
 from dlo_tasks.language.vocabulary_head import VocabularyHead
@@ -154,6 +155,8 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         )
     probe = AutoConfig.for_model(kind)
     known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
+    if probe.is_encoder_decoder:  # T5's class has no such attribute until it is set.
+        known.add("decoder_start_token_id")
     # A model may read a `head_dim` that its config class does not declare (Qwen3-MoE, Phi-3).
     sources = Path(getfile(type(probe))).parent.glob("modeling_*.py")
     if kind in NARROW_FAMILIES or any('config, "head_dim"' in path.read_text(encoding="utf-8") for path in sources):
@@ -207,6 +210,8 @@ def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokeniz
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name not in of_text:
             setattr(text, name, getattr(tokenizer, name, None))
+    if config.is_encoder_decoder and "decoder_start_token_id" not in given:
+        config.decoder_start_token_id = default_start_token(config)
 
 
 def check_vocabulary(vocabulary: int, tokenizer: Any, *, trained: bool) -> None:
@@ -278,7 +283,9 @@ def build_model(
                 found = source.from_pretrained(_path(model), config=config, use_safetensors=True, **options).train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else config.model_type
-        raise DloError(f"cannot build a {kind} language model from {what}: {first_line(error)}") from error
+        fits = [TASKS[other] for other, name in AUTO_CLASSES.items() if _builds(getattr(transformers, name), config)]
+        fix = f"; use {' or '.join(fits)}" if fits and TASKS[kind] not in fits else ""
+        raise DloError(f"cannot build a {kind} language model from {what}: {first_line(error)}{fix}") from error
     if dtype == torch.float64 and found.config._attn_implementation == "eager":
         _bound_eager_masks(found)
     if text_settings(config).rescale_every > 0:
@@ -287,6 +294,11 @@ def build_model(
         base.config = copy.copy(base.config)
         base.config.rescale_every = 0
     return found
+
+
+def _builds(auto: Any, config: PretrainedConfig) -> bool:
+    """Returns whether a class of transformers (5.24) builds models of a config."""
+    return type(config) in auto._model_mapping
 
 
 def _bound_eager_masks(model: PreTrainedModel) -> None:
