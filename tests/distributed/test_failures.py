@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dlo_framework.checkpoint import load
-from support.launchers import free_port, slurm_task
+from support.launchers import free_port, slurm_task, wait_until
 
 FAULTY = Path(__file__).with_name("faulty.py")
 CONFIG = f"""
@@ -103,12 +103,9 @@ def finish(process: subprocess.Popen, within: float) -> End:
         raise
     seconds = time.time() - fault
     err = "\n".join(line for line in err.splitlines() if line and not line.startswith("[Gloo]"))
-    found = re.findall(r"^PID (\d+)", "".join(lines) + out, flags=re.MULTILINE)
+    found = [int(pid) for pid in re.findall(r"^PID (\d+)", "".join(lines) + out, flags=re.MULTILINE)]
     assert len(found) >= 2
-    until = time.monotonic() + 10
-    while any(alive(int(pid)) for pid in found):
-        assert time.monotonic() < until, f"left behind: {[pid for pid in found if alive(int(pid))]}"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(alive, found)), 10, lambda: f"left behind: {list(filter(alive, found))}")
     return End(process.returncode, err, seconds)
 
 
@@ -264,10 +261,7 @@ def signalled(dlo, strategy: str, name: str, to: str, signum: int, times: int = 
         line = process.stdout.readline()
         assert line, process.communicate()
         pids += [int(line.split()[1])] if line.startswith("PID") else []
-    until = time.monotonic() + 120
-    while not any(len(file.read_bytes()) > 1000 for file in run.glob("events.*")):  # A step has been logged.
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: any(len(file.read_bytes()) > 1000 for file in run.glob("events.*")))  # A step has been logged.
     time.sleep(0.5)
     others = [pid for pid in pids if pid != process.pid]
     targets = {"rank 0": [process.pid], "rank 1": others, "all": pids}[to]
@@ -385,14 +379,8 @@ def test_signals_end_a_run_that_hangs_under_other_launchers(dlo, launcher, signu
     port = free_port()
     commands = [([sys.executable, *words], slurm_task(rank, 2, port)) for rank in range(2)]
     if launcher == "torchrun":
-        agent = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0",
-        ]
-        commands = [([sys.executable, *agent, *words], {})]
+        agent = "-m torch.distributed.run --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0"
+        commands = [([sys.executable, *agent.split(), *words], {})]
     logs = [(dlo.folder / f"{number}.log").open("w+") for number in range(len(commands))]
     started = [
         subprocess.Popen(c, cwd=dlo.folder, env=dlo.environment() | e, stdout=log, stderr=log, start_new_session=True)
@@ -402,10 +390,7 @@ def test_signals_end_a_run_that_hangs_under_other_launchers(dlo, launcher, signu
     def said() -> str:
         return "".join(Path(log.name).read_text() for log in logs)
 
-    until = time.monotonic() + 120
-    while not re.search(r"^FAULT", said(), flags=re.MULTILINE):
-        assert time.monotonic() < until, said()
-        time.sleep(0.1)
+    wait_until(lambda: re.search(r"^FAULT", said(), flags=re.MULTILINE), said=said)
     for _ in range(2 if signum == signal.SIGINT else 1):
         time.sleep(1.0)
         for process in started:

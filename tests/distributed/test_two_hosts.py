@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from distributed import test_failures as failures
+from support.launchers import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -105,13 +106,6 @@ def ended(processes: list[subprocess.Popen], folder: Path, within: float) -> lis
     return found
 
 
-def wait_until(happened: Callable[[], bool], folder: Path, within: float = 200.0) -> None:
-    until = time.monotonic() + within
-    while not happened():
-        assert time.monotonic() < until, (folder / "err0").read_text()[-3000:]
-        time.sleep(0.1)
-
-
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("zero3", 1), ("pp x tp", 2)])
 def test_two_hosts_train_as_one_does(dlo, hosts, strategy, ranks):
     path = write_config(dlo.folder, strategy, ranks)
@@ -128,7 +122,7 @@ def test_a_link_that_goes_down_ends_the_ranks_of_both_hosts(dlo, hosts):
     path = write_config(dlo.folder, "zero3", 1, minutes=SILENCE / 60, model="{pause: 0.5}", fault="{after: -1}")
     running = [host.start(dlo.folder, 1, path, "--run.name", "cut", "--trainer.max_epochs", "500") for host in hosts]
     last = dlo.folder / "runs" / "cut" / "version_0" / "checkpoints" / "last.ckpt"
-    wait_until(last.exists, dlo.folder)
+    wait_until(last.exists, said=(dlo.folder / "err0").read_text)
     ranks = [int(re.findall(r"^PID (\d+)", (dlo.folder / f"out{n}").read_text(), re.MULTILINE)[0]) for n in range(2)]
     hosts[1].run("link", "set", CARD, "down")
     down = time.monotonic()

@@ -23,6 +23,7 @@ from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
 from dlo_framework.distributed.signals import GracePeriod, SignalListener
 from dlo_framework.distributed.stacks import Position, StackSampler, position_of, print_stack
 from dlo_framework.stop import GracefulStop
+from support.launchers import wait_until
 
 LIMIT = 1.0
 
@@ -49,13 +50,6 @@ def ranks(world_size: int, limit: float = 60.0, places: list[int] | None = None)
     finally:
         for watch in reversed(watches):
             watch.end(orderly=True)
-
-
-def wait_until(true) -> None:
-    until = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_the_first_failure_reaches_all_and_counts_for_all():

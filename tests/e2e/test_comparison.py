@@ -97,10 +97,3 @@ def test_the_others_figures(name, tmp_path):
     check_page(name, Runs(folder, start))
     if name == "accelerate":
         assert "MULTI_CPU" in start(), "FSDP of Accelerate is ignored on a CPU"
-
-
-def test_lightnings_fsdp_refuses_a_cpu():
-    from lightning.pytorch import Trainer
-
-    with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        Trainer(accelerator="cpu", devices=2, strategy="fsdp")

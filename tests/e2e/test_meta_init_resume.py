@@ -71,10 +71,8 @@ def last_loss(folder: Path) -> float:
     ],
 )
 def test_a_resumed_run_takes_the_values_of_its_checkpoint(folder: Path, strategy: str, capfd) -> None:
-    before, sharded = (
-        last_loss(folder),
-        ["--trainer.strategy", f"{{class_path: {strategy}}}", "--trainer.max_epochs", "3"],
-    )
+    sharded = ["--trainer.strategy", f"{{class_path: {strategy}}}", "--trainer.max_epochs", "3"]
+    before = last_loss(folder)
     assert main(["fit", "--config", "run.yaml", "--run.name", "new", *sharded]) == 2
     assert "tensors under meta_init must have a reset_parameters()" in capfd.readouterr().err
     assert main(["fit", "--config", "run.yaml", *sharded, "--ckpt_path", "last"]) == 0

@@ -94,23 +94,8 @@ def far(wheel, tmp_path_factory) -> Path:
     (site / "hidden_packages.py").write_text(HIDDEN.format(modules=hidden, distributions=distributions))
     (site / "hidden.pth").write_text("import hidden_packages\n")
     python = folder / "bin" / "python"
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--ignore-installed",
-            "--no-deps",
-            "--no-index",
-            "--no-compile",
-            wheel,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    words = ["install", "--ignore-installed", "--no-deps", "--no-index", "--no-compile", wheel]
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *words], check=True, capture_output=True)
     return folder
 
 

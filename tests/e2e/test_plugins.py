@@ -7,23 +7,12 @@ import sys
 
 import pytest
 
+from support.digits_config import WIDE, digits_config
+
 
 def small(plugins: str, callback: str) -> str:
-    return f"""
-plugins: {plugins}
-trainer:
-  max_epochs: 1
-  limit_train_batches: 4
-  accelerator: cpu
-  log_every_n_steps: 1
-  callbacks: [{callback}]
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {{patch_size: 8, embed_dim: 48, depth: 1, num_heads: 2}}
-data: {{class_path: DigitsData}}
-"""
+    trainer = f"max_epochs: 1, limit_train_batches: 4, accelerator: cpu, log_every_n_steps: 1, callbacks: [{callback}]"
+    return f"plugins: {plugins}" + digits_config(trainer, WIDE)
 
 
 def test_a_file_of_the_users_own(dlo):

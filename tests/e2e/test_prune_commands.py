@@ -12,27 +12,9 @@ from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_plugins.prune import ticket_command
 from support.dlo_process import DloProcess
+from support.sweep_config import CONFIG as SMALL
 
-CONFIG = {
-    "seed_everything": 1,
-    "trainer": {
-        "max_epochs": 1,
-        "limit_train_batches": 6,
-        "limit_val_batches": 2,
-        "accelerator": "cpu",
-        "enable_progress_bar": False,
-        "num_sanity_val_steps": 0,
-    },
-    "model": {
-        "class_path": "ImageClassifier",
-        "init_args": {
-            "model": "vit_tiny_patch16_224",
-            "model_args": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4},
-            "log_images": 0,
-        },
-    },
-    "data": {"class_path": "DigitsData", "init_args": {"image_size": 16, "batch_size": 16}},
-}
+CONFIG = SMALL | {"trainer": SMALL["trainer"] | {"max_epochs": 1, "limit_train_batches": 6}}
 
 
 def run(folder: Path, *words: str, code: int = 0) -> tuple[str, str]:

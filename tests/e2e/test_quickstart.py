@@ -68,14 +68,6 @@ def test_validate_gives_the_best_checkpoints_accuracy(trained, shared_dlo):
     assert [path.name for path in folder.parent.iterdir()] == ["version_0"], "validating makes no new run"
 
 
-@pytest.mark.slow
-def test_the_saved_config_runs_again(trained, shared_dlo):
-    _, folder, _ = trained
-    config = str(folder / "config.yaml")
-    shared_dlo("fit", "--config", config, "--trainer.max_epochs", "1", "--run.name", "again")
-    assert (shared_dlo.folder / "runs" / "again" / "version_0" / "summary.json").is_file()
-
-
 def test_the_checkpoint_is_data_alone(trained):
     _, folder, _ = trained
     last = folder / "checkpoints" / "last.ckpt"

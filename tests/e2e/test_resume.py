@@ -3,23 +3,16 @@
 import json
 import signal
 
+from support.digits_config import digits_config
+
 PLAIN = ["--config", "small.yaml"]
-CONFIG = """
-trainer:
-  max_epochs: 4
-  limit_train_batches: 22
-  limit_val_batches: 2
-  log_every_n_steps: 2
-  accumulate_grad_batches: 3
-  accelerator: cpu
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2, drop_path_rate: 0.2}
-    ema_decay: 0.9
-data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
-"""
+TRAINER = "max_epochs: 4, limit_train_batches: 22, limit_val_batches: 2, log_every_n_steps: 2, accelerator: cpu"
+CONFIG = digits_config(
+    f"{TRAINER}, accumulate_grad_batches: 3",
+    "patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2, drop_path_rate: 0.2",
+    "image_size: 16, batch_size: 32",
+    "ema_decay: 0.9",
+)
 
 
 def test_a_run_and_one_that_is_interrupted_have_one_curve(dlo, curve):

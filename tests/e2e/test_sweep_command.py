@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlo_framework.errors import DloError
 from dlo_plugins.sweep import command as sweep_command
 from support.dlo_process import DloProcess
+from support.launchers import wait_until
 from support.sweep_config import CONFIG
 
 SPACE = {"model.init_args.lr": {"log": ["1e-4", "1e-1"]}, "model.init_args.optimizer": ["adamw", "sgd"]}
@@ -43,11 +43,7 @@ def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place, trials):
     killed = start(place, *options)
     folder = place / "runs" / "sweeps" / "tiny"
     saved = folder / "trials" / "0000" / "version_0" / "checkpoints" / "last.ckpt"
-    until = time.monotonic() + 200
-    while not saved.exists():
-        assert time.monotonic() < until
-        assert killed.poll() is None, killed.communicate()
-        time.sleep(0.02)
+    wait_until(saved.exists)
     killed.kill()
     killed.communicate()
     before = [json.loads(line) for line in (folder / "trials" / "0000" / "reports.jsonl").read_text().splitlines()]
@@ -95,23 +91,14 @@ def check_board(run: Path) -> None:
     assert any(tag.startswith("final/val_acc1") for tag in events.Tags()["scalars"])
 
 
-def wait_for_report(place: Path, number: int, process: DloProcess | subprocess.Popen) -> Path:
-    folder = place / "runs" / "sweeps" / "tiny" / "trials" / f"{number:04d}"
-    until = time.monotonic() + 200
-    while not (folder / "reports.jsonl").exists():
-        assert time.monotonic() < until
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ctrl_c_reaches_a_trial_once_so_that_it_saves(place):
     """A terminal sends the signal to the whole process group, and a run takes a second one as a wish to end at once."""
     words = ["dlo", "sweep", *WORDS, "--trials", "1", "--sampler", "random", "--trainer.max_epochs", "500"]
     process = subprocess.Popen(words, cwd=place, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    folder = wait_for_report(place, 0, process)
+    folder = place / "runs" / "sweeps" / "tiny" / "trials" / "0000"
+    wait_until((folder / "reports.jsonl").exists)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 130, err[-3000:]

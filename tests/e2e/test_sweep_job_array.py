@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from support import slurm_standin
+from support.launchers import wait_until
 from support.sweep_config import CONFIG
 
 SCRIPT = Path(__file__).parents[2] / "configs" / "slurm" / "sweep.sbatch"
@@ -39,14 +39,6 @@ def write_script(place: Path) -> Path:
     return place / "sweep.sbatch"
 
 
-def wait_for(found, job: subprocess.Popen) -> None:
-    until = time.monotonic() + 300
-    while not found():
-        assert time.monotonic() < until
-        assert job.poll() is None
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tasks_of_an_array_share_trials_and_a_lost_node_and_a_time_limit_lose_none(tmp_path):
@@ -61,10 +53,10 @@ def test_tasks_of_an_array_share_trials_and_a_lost_node_and_a_time_limit_lose_no
         path = folder / "trials" / f"{trial:04d}" / "reports.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    wait_for(lambda: reports(0) and reports(1), job)  # Both tasks train.
+    wait_until(lambda: reports(0) and reports(1))  # Both tasks train.
     # A node fails: all processes of the first task are killed at once.
     os.killpg(int((notes / "task 1.pid").read_text()), signal.SIGKILL)
-    wait_for(lambda: any(reports(number) for number in range(2, TRIALS)), job)
+    wait_until(lambda: any(reports(number) for number in range(2, TRIALS)))
     # The second task comes near its time limit: the step gets the signal, saves, and the script puts the task back.
     os.kill(int((notes / "step 2.pid").read_text()), signal.SIGUSR1)
     assert job.wait(timeout=600) == 0, "\n".join(path.read_text()[-2000:] for path in notes.glob("*.log"))

@@ -16,6 +16,7 @@ import pytest
 from dlo_framework import lock as locks
 from dlo_framework.errors import DloError
 from dlo_framework.lock import build_once
+from support.launchers import wait_until
 
 
 @pytest.fixture
@@ -125,10 +126,7 @@ def test_a_lock_is_touched_and_one_that_was_taken_over_ends_its_process(tmp_path
     lock = locks.lock_run(tmp_path)
     path = tmp_path / "run.lock.0"
     os.utime(path, (0, 0))
-    until = time.monotonic() + 20
-    while path.stat().st_mtime == 0:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: path.stat().st_mtime)
     path.rename(tmp_path / "run.lock.1")
     assert ended.wait(20)
     lock.release()

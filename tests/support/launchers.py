@@ -1,8 +1,10 @@
-"""What other launchers than dlo's own tell a rank: a free port, and SLURM's variables."""
+"""What other launchers than dlo's own tell a rank: a free port, and SLURM's variables; and a wait for what ranks do."""
 
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 
 
 def free_port() -> int:
@@ -10,6 +12,14 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 200, said: Callable[[], object] = str) -> None:
+    """Waits until something has happened; fails after some seconds, with what was said until then."""
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, said()
+        time.sleep(0.02)
 
 
 def slurm_task(rank: int, ranks: int, port: int) -> dict[str, str]:

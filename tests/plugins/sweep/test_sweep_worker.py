@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from dlo_plugins.sweep import trial_queue
 from dlo_plugins.sweep.search_space import SweepSettings
 from dlo_plugins.sweep.trial_process import CONNECTION, TrialProcess, last_error, trial_environment
 from dlo_plugins.sweep.trial_queue import SweepWorkers, TrialQueue, environment_of_job, visible_gpus
+from support.launchers import wait_until
 
 
 @pytest.fixture
@@ -130,12 +130,7 @@ def test_a_process_ends_with_its_worker(tmp_path, fake):
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     pid = int(worker.stdout.readline())
-    until = time.monotonic() + 60
-    while len((tmp_path / "trial.log").read_text().splitlines()) < 3:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: len((tmp_path / "trial.log").read_text().splitlines()) >= 3)
     worker.kill()
     worker.communicate()
-    while start_time(pid):  # Empty once the process has ended.
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: not start_time(pid))  # Empty once the process has ended.
