@@ -1,80 +1,121 @@
-"""`dlo fit` as SLURM starts it: a process a task, told by the environment which it is; and the scripts that do so."""
+"""The scripts for SLURM train ranks on a stand-in that refuses what SLURM and Jean Zay refuse."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from support.launchers import free_port, slurm_task
+from support import slurm_standin
+from support.doc_folder import small_files
+from support.launchers import wait_until
+from support.sweep_config import CONFIG
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "configs" / "slurm").glob("*.sbatch"))
-FAST = ["--trainer.limit_train_batches", "6", "--trainer.limit_val_batches", "1", "--data.init_args.image_size", "16"]
-WORDS = [*FAST, "--trainer.max_epochs", "2", "--trainer.accelerator", "cpu", "--trainer.devices", "2"]
-
-
-def start(dlo, rank: int, ranks: int, port: int, *words: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "dlo_framework", "fit", *words],
-        cwd=dlo.folder,
-        env=dlo.environment() | slurm_task(rank, ranks, port),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.slow
-def test_two_tasks_are_two_ranks_that_stop_on_the_warning_and_go_on(dlo, curve):
-    words = ["--config", "quickstart", *WORDS, "--trainer.strategy", "zero2", "--trainer.log_every_n_steps", "1"]
-    words += ["--ckpt_path", "auto", "--run.name"]
-    port = free_port()
-    tasks = [start(dlo, rank, 2, port, *words, "whole") for rank in range(2)]
-    for task in tasks:
-        _, err = task.communicate(timeout=200)
-        assert task.returncode == 0, err[-4000:]
-    # The same, warned in mid-run: each task gets the signal, as srun passes it on.
-    port, slow = free_port(), ["--trainer.max_epochs", "40"]
-    tasks = [start(dlo, rank, 2, port, *words, "torn", *slow) for rank in range(2)]
-    saved = dlo.folder / "runs" / "torn" / "version_0" / "checkpoints" / "last.ckpt"
-    until = time.monotonic() + 150
-    while not saved.exists():
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    for task in tasks:
-        task.send_signal(signal.SIGUSR1)
-    for task in tasks:
-        _, err = task.communicate(timeout=60)
-        assert task.returncode == 143, err[-4000:]
-    first = curve(dlo.folder / "runs" / "torn" / "version_0")
-    port = free_port()
-    tasks = [start(dlo, rank, 2, port, *words, "torn", *slow, "--trainer.max_epochs", "40") for rank in range(2)]
-    until = time.monotonic() + 150
-    while len(found := curve(dlo.folder / "runs" / "torn" / "version_0")) <= len(first) + 3:
-        assert time.monotonic() < until
-        time.sleep(0.5)
-    for task in tasks:
-        task.send_signal(signal.SIGTERM)
-    for task in tasks:
-        task.communicate(timeout=60)
-        assert task.returncode == 143
-    whole = curve(dlo.folder / "runs" / "whole" / "version_0")
-    assert sorted(found) == list(range(1, max(found) + 1))  # No step is missing.
-    assert [found[step] for step in sorted(first)] == [first[step] for step in sorted(first)]
-    assert len(whole) == 12
+JEAN_ZAY = next(path for path in SCRIPTS if path.stem == "jean_zay")
+MINE = "--account=abc@h100"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_scripts_are_right(dlo, script):
+def test_slurm_accepts_the_scripts(dlo, script):
     text = script.read_text()
     subprocess.run(["bash", "-n", str(script)], check=True)
-    assert re.search(r"#SBATCH --signal=USR1@\d+", text)
-    assert "#SBATCH --requeue" in text
-    name = re.search(r"--config (\S+)", text)
-    assert name is not None
-    dlo("configs", name.group(1))
+    options, _ = slurm_standin.check_job([MINE, str(script)], "jean-zay" if script == JEAN_ZAY else "")
+    assert "requeue" in options
+    assert re.fullmatch(r"USR1@\d+", options["signal"])
+    for name in re.findall(r"dlo fit --config (\S+)", text):
+        dlo("configs", name)
+
+
+def test_jean_zay_accepts_what_the_script_says():
+    lines = re.findall(r"sbatch (.+?) jean_zay\.sbatch", JEAN_ZAY.read_text())
+    assert len(lines) == 3
+    for line in lines:
+        slurm_standin.check_job([*line.split(), str(JEAN_ZAY)], "jean-zay")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (f"{MINE} --gpu=4", "unrecognized option '--gpu'"),
+        (f"{MINE} --mem=0", "--mem is disabled"),
+        ("", "Invalid account"),
+        ("--account=abc", "Invalid account"),
+        ("--account=abc@a100", "Invalid job type"),
+        (f"{MINE} -C h200", "Invalid feature specification"),
+        (f"{MINE} --qos=qos_gpu-t4", "Invalid qos"),
+        (f"{MINE} --time=20:00:01", "Requested time limit is invalid"),
+        (f"{MINE} --qos=qos_gpu_h100-dev --time=03:00:00", "Requested time limit is invalid"),
+        (f"{MINE} --ntasks-per-node=2", "2 tasks on the 4 GPUs"),
+        (f"{MINE} --cpus-per-task=25", "node configuration is not available"),
+        ("--account=abc@v100 -C v100-32g", "node configuration is not available"),
+    ],
+)
+def test_jean_zay_refuses(options, message):
+    with pytest.raises(slurm_standin.Refused, match=message):
+        slurm_standin.check_job([*options.split(), str(JEAN_ZAY)], "jean-zay")
+
+
+def test_a_step_has_the_cores_of_the_job_only_if_told(monkeypatch):
+    monkeypatch.delenv("SRUN_CPUS_PER_TASK", raising=False)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "24")
+    with pytest.raises(slurm_standin.Refused, match="a task has 1 CPU of the job's 24"):
+        slurm_standin.srun(["dlo", "fit"])
+
+
+def submit(folder: Path, script: Path, *words: str) -> tuple[subprocess.Popen, Path]:
+    """Submits a script on two CPU ranks; returns the process of `sbatch`, and the folder with its notes."""
+    notes, environment = folder / "slurm", folder / "env" / "bin" / "activate"
+    notes.mkdir()
+    environment.parent.mkdir(parents=True)
+    environment.touch()
+    mine = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST", "SLURM", "SRUN"))}
+    mine |= {"PATH": f"{slurm_standin.install(folder / 'bin')}:{os.environ['PATH']}", "SLURM_STANDIN": str(notes)}
+    mine |= {"SLURM_STANDIN_SITE": "jean-zay" if script == JEAN_ZAY else "", "VENV": str(folder / "env")}
+    mine |= {"IMAGENET": str(folder / "photos"), "CHATS": str(small_files() / "chats/*.jsonl")}
+    options = [MINE, "--nodes=1", "--ntasks-per-node=2", "--gres=gpu:2", "--cpus-per-task=1"]
+    return subprocess.Popen(["sbatch", *options, str(script), *words], cwd=folder, env=mine), notes
+
+
+@pytest.mark.slow
+def test_a_job_on_jean_zay_saves_before_its_time_limit_and_goes_on_in_the_queue(tmp_path, curve):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG | {"run": {"name": "tiny"}}))
+    words = ["--trainer.strategy", "zero2", "--trainer.max_epochs", "40", "--trainer.log_every_n_steps", "1"]
+    job, notes = submit(tmp_path, JEAN_ZAY, "--config", "tiny.yaml", *words)
+    run = tmp_path / "runs" / "tiny" / "version_0"
+    wait_until((run / "checkpoints" / "last.ckpt").exists, said=(notes / "task 0.log").read_text)
+    first = curve(run)
+    os.kill(int((notes / "step 0.pid").read_text()), signal.SIGUSR1)
+    assert job.wait(timeout=300) == 0, (notes / "task 0.log").read_text()[-4000:]
+    assert (notes / "ended").read_text() == "0 0 143\n0 1 0\n"
+    found = curve(run)
+    assert sorted(found) == list(range(1, 161))  # No step is missing.
+    assert first == {step: found[step] for step in first}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["imagenet", "llm"])
+def test_the_other_scripts_train_ranks(tmp_path, photos, name):
+    tiny = {
+        "imagenet": {"data": {"class_path": "ImageFolderData", "init_args": {"image_size": 16, "batch_size": 4}}},
+        "llm": {
+            "model": {"class_path": "CausalLM", "init_args": {"model": str(small_files() / "small_model")}},
+            "data": {"class_path": "TextData", "init_args": {"seq_len": 32, "batch_size": 4}},
+        },
+    }
+    config = CONFIG | tiny[name] | {"run": {"name": "tiny"}}
+    config["trainer"] = CONFIG["trainer"] | {"max_epochs": 1, "strategy": "zero3"}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "photos").symlink_to(photos)
+    script = next(path for path in SCRIPTS if path.stem == name)
+    text, changes = re.subn(r"--config \S+", "--config tiny.yaml", script.read_text())
+    assert changes == 1
+    (tmp_path / script.name).write_text(text)
+    job, notes = submit(tmp_path, tmp_path / script.name)
+    assert job.wait(timeout=200) == 0, (notes / "task 0.log").read_text()[-4000:]
+    assert (tmp_path / "runs" / "tiny" / "version_0" / "checkpoints" / "last.ckpt").exists()
