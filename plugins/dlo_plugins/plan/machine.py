@@ -228,25 +228,50 @@ def machine_names() -> list[str]:
 def load_machine(name: str) -> Machine:
     """Returns a machine by its name, or by the path of its file.
 
+    A file with `extends: NAME` has the constants of that machine of dlo's, except those that it sets.
+
     Raises:
         DloError: No such machine exists, or its file lacks a constant.
     """
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name)
-        if not path.is_file():
-            raise DloError(f"machine must be a file that exists, got {name}; copy one of {_FOLDER}")
-    elif name in machine_names():
-        path = Path(str(_FOLDER.joinpath(f"{name}.yaml")))
-    else:
-        known = machine_names()
+    if not name.endswith((".yaml", ".yml")):
+        path = _shipped_file(name)
+    elif not (path := Path(name)).is_file():
+        raise DloError(f"machine must be a file that exists, got {name}; copy one of {_FOLDER}")
+    return parse_machine(_read_constants(path, name), name)
+
+
+def _shipped_file(name: str) -> Path:
+    """Returns the file of a machine that comes with dlo."""
+    known = machine_names()
+    if name not in known:
         hint = did_you_mean(name.lower(), known) or f"; set --machine {known[0]}"
         raise DloError(f"machine must be one of {', '.join(known)}, or a file, got {name}{hint}")
+    return Path(str(_FOLDER.joinpath(f"{name}.yaml")))
+
+
+def _read_constants(path: Path, name: str) -> dict[str, Any]:
+    """Returns the constants of a machine's file, with those of the machine that it extends."""
     content = read_yaml(path, "machine")
     if not isinstance(content, dict):
         raise DloError(
             f"machine must be a YAML file of constants, got {name} with {type(content).__name__}; correct it"
         )
-    return parse_machine(content, name)
+    extended = content.pop("extends", None)
+    if extended is None:
+        return content
+    base = _read_constants(_shipped_file(str(extended)), str(extended))
+    if "peak" in content:
+        base.pop("accelerator", None)  # Its peaks would win.
+    return _override(base, content)
+
+
+def _override(base: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns constants with those of another file in their place."""
+    merged = dict(base)
+    for key, entry in content.items():
+        sections = all(isinstance(each, dict) and "value" not in each for each in (entry, base.get(key)))
+        merged[key] = _override(base[key], entry) if sections else entry
+    return merged
 
 
 def parse_machine(content: Mapping[str, Any], file: str) -> Machine:

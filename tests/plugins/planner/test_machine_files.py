@@ -8,7 +8,7 @@ from dlo_plugins.plan.machine import load_machine, machine_names, parse_machine
 
 
 def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
-    assert {"a100", "cpu", "h100", "h200", "v100"} <= set(machine_names())
+    assert {"a100", "cpu", "h100", "h200", "jean-zay-h100", "v100"} <= set(machine_names())
     for name in machine_names():
         machine = load_machine(name)
         assert machine.name == name
@@ -55,6 +55,15 @@ def test_a_constant_that_is_not_positive_is_refused() -> None:
     content["bandwidth"] = {"value": "fast", "source": "guess"}
     with pytest.raises(DloError, match="bandwidth must be a positive number, got 'fast'"):
         parse_machine(content, "mine.yaml")
+
+
+def test_a_machine_that_extends_another_has_its_constants_but_those_it_sets(tmp_path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "extends: jean-zay-a100\nlinks: {network: {bandwidth: {2: 5.0e+9}}}\npeak: {bfloat16: 3e+14}"
+    )
+    mine, base = load_machine(str(tmp_path / "mine.yaml")), load_machine("a100")
+    assert (mine.network.rate(2), mine.network.latency) == (5e9, base.network.latency)
+    assert (mine.peak, mine.host.memory, mine.node) == ({"bfloat16": 3e14}, 51e9, base.node)
 
 
 def test_an_unknown_machine_gets_the_nearest_match() -> None:
