@@ -210,6 +210,9 @@ class LooksInside(Ability):
     """
 
     needs_hidden_states = True
+    #: What needs them, and a fix beside other axes, for messages.
+    looks_inside_by = "its loss uses outputs of all blocks"
+    looks_inside_fix = ""
 
 
 class KeepsBuffers(Ability):

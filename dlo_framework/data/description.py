@@ -86,6 +86,7 @@ class DataDescription(_Description):
         root: Folder of the data.
         seq_len: Tokens of a row; of a source, where there are targets too.
         target_len: Tokens of a target.
+        model_kind: Kind of the language models that the batches are for: `causal`, `masked` or `seq2seq`.
         packing: Whether rows hold several documents: `none`, or the way in which they are chosen.
         tokenizer: Tokenizer of transformers, after setup.
         trains_on_chats: Whether samples are conversations.
@@ -111,6 +112,7 @@ class DataDescription(_Description):
     root: Any
     seq_len: int | None
     target_len: int | None
+    model_kind: str | None
     packing: str | None
     tokenizer: Any
     trains_on_chats: bool | None

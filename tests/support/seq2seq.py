@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.token_batches import Tokens
+
 _BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 _BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32, "vocab_size": 64, "max_position_embeddings": 64}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
@@ -24,13 +26,18 @@ def seq2seq_config(family: str, **more: Any) -> dict[str, Any]:
     return {"model_type": family, **FAMILIES[family], **rates, **more}
 
 
-def pairs(rows: int = 4, seed: int = 0, filler: int = 0) -> dict[str, Tensor]:
+def pairs(rows: int = 4, draw: torch.Generator | None = None) -> dict[str, Tensor]:
     """Returns a batch of random pairs of up to 9 and 7 tokens, padded."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = draw or torch.Generator().manual_seed(0)
     ids, labels = torch.randint(3, 60, (rows, 9), generator=draw), torch.randint(3, 60, (rows, 7), generator=draw)
     mask = torch.ones_like(ids)
     for row in range(1, rows, 2):
         mask[row, 9 - row :], labels[row, 7 - row :] = 0, -100
-    tokens = (labels != -100).sum()
-    ids = ids.masked_fill(mask == 0, filler)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "tokens_in_step": tokens}
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+
+
+class Pairs(Tokens):
+    """Random pairs of source and target, padded."""
+
+    def make_batch(self, rows: int, draw: torch.Generator, length: int) -> dict[str, Tensor]:
+        return pairs(rows, draw)

@@ -86,13 +86,16 @@ class Tokens(ResumableDataModule):
         self.micro_batches, self.with_count, self.silent = micro_batches, with_count, silent
         self.rows, self.steps, self.length = rows, steps, length
 
+    def make_batch(self, rows: int, draw: torch.Generator, length: int) -> dict[str, Tensor]:
+        return packed_rows(rows, draw, length)
+
     def train_dataloader(self) -> DataLoader:
         rank, world_size = data_parallel_coordinates(self.trainer)
         mine = slice(rank * self.rows // world_size, (rank + 1) * self.rows // world_size)
         draw = torch.Generator().manual_seed(5)
         batches = []
         for _ in range(self.steps):
-            step = [packed_rows(self.rows, draw, self.length) for _ in range(self.micro_batches)]
+            step = [self.make_batch(self.rows, draw, self.length) for _ in range(self.micro_batches)]
             if self.silent:  # The last rank has nothing to predict.
                 for batch in step:
                     batch["labels"][self.rows // 2 :] = -100

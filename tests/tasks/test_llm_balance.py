@@ -17,6 +17,8 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
+from support.seq2seq import seq2seq_config
 from support.token_batches import SMALL
 from support.trainers import quiet_trainer
 
@@ -141,9 +143,11 @@ def test_strategies_that_divide_the_weights_train_with_it(tmp_path: Path) -> Non
 def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], named: str) -> None:
     strategy = MeshStrategy(dp_shard=1, **axes)
     strategy.parallel_devices = [torch.device("cpu")] * 2
-    task = CausalLM(config={"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]})
-    with pytest.raises(DloError, match=rf"routers' logits.*, got {named}, which divides them; use the other axes"):
-        strategy.check_model(task)
+    mixture = CausalLM(config={"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]})
+    both = Seq2SeqLM(config=seq2seq_config("t5"))
+    for task, reason in ((mixture, "routers' logits"), (both, "its decoder uses the encoder's output")):
+        with pytest.raises(DloError, match=rf"{reason}.*, got {named}, which divides them; use the other axes"):
+            strategy.check_model(task)
 
 
 def test_a_family_without_it_is_refused() -> None:

@@ -61,8 +61,8 @@ class BlockSchedule(FollowsSteps, PluginCallback, ABC):
         inside = find_ability(module, LooksInside)
         if self.replaces_outputs and inside is not None and inside.needs_hidden_states:
             raise DloError(
-                f"{name}: the loss must not use outputs of all blocks, got {type(module).__name__} with router logits;"
-                " set output_router_logits: false"
+                f"{name}: the loss must not use outputs of all blocks, got {type(module).__name__}"
+                f" ({inside.looks_inside_by}); leave {name} out{inside.looks_inside_fix}"
             )
         if (checkable := checkable_module(module)) is not None:
             self.choose_blocks(ModelBlocks(checkable, name))

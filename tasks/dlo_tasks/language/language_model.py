@@ -124,6 +124,8 @@ class LanguageModel(
     best_metric = ("val_loss", "min")
     #: Class of transformers that the model is of.
     kind: ModelKind = "causal"
+    looks_inside_by = "it uses the routers' logits, by output_router_logits: true"
+    looks_inside_fix = ", or set output_router_logits: false"
     #: Arguments of a subclass that are not plain data, which checkpoints do not have.
     not_saved: tuple[str, ...] = ()
 
@@ -206,6 +208,11 @@ class LanguageModel(
 
     def _check_data(self, data: DataDescription, model: Any) -> None:
         """Checks the data against a model on the meta device."""
+        if data.model_kind not in (None, self.kind):
+            raise DloError(
+                f"data must be for {self.kind} language models, got a datamodule for {data.model_kind} ones; set"
+                f" data.class_path to another, or model.class_path to {language_models.TASKS[data.model_kind]}"
+            )
         if self.tokenizer_source is not None and data.check_template is not None:
             data.check_template(self.tokenizer_source)
         check_windows(model, data.seq_len, trained=self.model_name is not None)

@@ -90,6 +90,76 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
     return _with_rest(model, plan)
 
 
+#: Rules of an encoder-decoder's attentions and MLPs by the names of their projections: those of T5, and of BART.
+_ATTENTIONS: tuple[dict[str, Rule], ...] = (
+    {"q": Rule.HEADS, "k": Rule.HEADS, "v": Rule.HEADS, "o": Rule.ROW},
+    {"q_proj": Rule.HEADS, "k_proj": Rule.HEADS, "v_proj": Rule.HEADS, "out_proj": Rule.ROW},
+)
+_MLPS: tuple[dict[str, Rule], ...] = (
+    {"wi": Rule.COLUMN, "wo": Rule.ROW},
+    {"wi_0": Rule.COLUMN, "wi_1": Rule.COLUMN, "wo": Rule.ROW},
+    {"fc1": Rule.COLUMN, "fc2": Rule.ROW},
+)
+
+
+def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
+    """Returns the parallel plan of an encoder-decoder language model.
+
+    Blocks are those of the encoder, then those of the decoder. Attentions and MLPs with the projections of T5 or BART
+    have tensor rules. The stem is everything else but the decoder's last norm and the output projection.
+    """
+    own: Any = model
+    stacks = [own.get_encoder(), own.get_decoder()]
+    lists = [(_name_of(model, stack), _largest_list(stack)) for stack in stacks]
+    blocks = [(f"{stack}.{name}" if stack else name, found) for stack, (name, found) in lists]
+    patterns = tuple(f"{name}.*" for name, _ in blocks)
+    head = [_name_of(model, own.get_output_embeddings())]
+    last = [name for name, part in stacks[1].named_children() if "Norm" in type(part).__name__ and "embed" not in name]
+    head += [f"{lists[1][0]}.{name}" for name in last]
+    tensor: dict[str, Rule] = {}
+    attention: dict[str, None] = {}
+    widths: dict[str, int] = {}
+    for name, found in blocks:
+        for part, module in found.named_modules():
+            pattern = f"{name}.*.{part.partition('.')[2]}".removesuffix(".")
+            children = {child for child, _ in module.named_children()}
+            if any(set(rules) <= children for rules in _ATTENTIONS):
+                attention[pattern] = None
+                if "o" in children:
+                    widths[pattern] = model.config.d_kv
+            rules = next((rules for rules in (*_ATTENTIONS, *_MLPS) if set(rules) <= children), {})
+            tensor |= {f"{pattern}.{child}": rule for child, rule in rules.items()}
+            if rules in _MLPS and pattern == f"{name}.*":  # BART's MLP is the block itself.
+                norms = [child for child, norm in module.named_children() if "Norm" in type(norm).__name__]
+                tensor |= dict.fromkeys([f"{pattern}.{child}" for child in norms], Rule.SEQUENCE)
+            if rules and "relative_attention_bias" in children:
+                tensor[f"{pattern}.relative_attention_bias.weight"] = Rule.LAST_DIM_HEADS
+    if tensor:
+        embeddings = [name for name, part in model.named_modules() if _shares_input(model, part)]
+        tensor |= dict.fromkeys([*embeddings, head[0]], Rule.VOCAB)
+    plan = ParallelPlan(
+        blocks=patterns,
+        head=tuple(head),
+        tensor=tensor,
+        attention=tuple(attention),
+        tied=tied_groups(model),
+        head_widths=widths,
+    )
+    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return replace(plan, stem=tuple(name for name, _ in names if not plan.owners(name)))
+
+
+def _largest_list(stack: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Returns the name and the `ModuleList` of a stack's blocks."""
+    lists = [(name, part) for name, part in stack.named_modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+
+
+def _shares_input(model: PreTrainedModel, part: nn.Module) -> bool:
+    """Returns whether a module is an embedding of the model's input tokens, or tied to it."""
+    return isinstance(part, nn.Embedding) and part.weight is model.get_input_embeddings().weight
+
+
 def _with_rest(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
     """Returns a plan whose stem and head have all other tensors too: BERT's embeddings are not beside its blocks.
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError
 from dlo_framework.models.attention import Attention
+from dlo_framework.plan import ParallelPlan
 from dlo_tasks.language import encoder_decoder, families, language_models
 from dlo_tasks.language.encoder_decoder import decoder_states, shift_right
 from dlo_tasks.language.generation import check_generation_length, check_windows
 from dlo_tasks.language.generative_lm import GenerativeLM
 from dlo_tasks.language.language_models import ModelKind
+from dlo_tasks.language.language_plans import encoder_decoder_plan
 from dlo_tasks.language.tokenizer import find_filler_id
 
 
@@ -39,6 +41,9 @@ class Seq2SeqLM(GenerativeLM):
     """
 
     kind: ModelKind = "seq2seq"
+    needs_hidden_states = True
+    looks_inside_by = "each block of its decoder uses the encoder's output, and an encoder attends to later tokens"
+    looks_inside_fix = ""
 
     def __init__(self, model: str | None = None, config: dict[str, Any] | str | None = None, **generative: Any) -> None:
         super().__init__(model, config, **generative)
@@ -124,6 +129,10 @@ class Seq2SeqLM(GenerativeLM):
         if not self._traits.has_linear_head:
             return language_models.logits(self.model, **inputs)  # type: ignore[arg-type]
         return decoder_states(self.model, **inputs)  # type: ignore[arg-type]
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Returns the parallel plan of both stacks; see :mod:`dlo_tasks.language.language_plans`."""
+        return encoder_decoder_plan(self.model)  # type: ignore[arg-type]
 
     def compile_target(self) -> nn.Module:
         """Returns the decoder, of the two modules that :meth:`forward` calls, or the model for its logits."""

@@ -139,6 +139,8 @@ class TextData(ResumableDataModule):
     shapes_batches = True
     #: Columns of records, which `columns` may rename.
     column_names: tuple[str, ...] = ("messages", "tools", "prompt", "completion", "text")
+    #: Kind of the language models that the batches are for.
+    model_kind = "causal"
     #: Whether `sources` are possible.
     mixes_sources = True
     #: Whether `packing: none` has one document per row, which models need that cannot keep documents apart.

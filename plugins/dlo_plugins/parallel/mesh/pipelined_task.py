@@ -534,9 +534,9 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
     divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []
     if divided:
         raise DloError(
-            f"a rank must have all blocks and full sequences for the loss of {type(task).__name__} (it uses the"
-            f" routers' logits, by output_router_logits: true), got {' and '.join(divided)}, which divides them; use"
-            " the other axes, or set output_router_logits: false"
+            f"a rank must have all blocks and full sequences for the loss of {type(task).__name__}"
+            f" ({inside.looks_inside_by}), got {' and '.join(divided)}, which divides them; use the other axes"
+            f"{inside.looks_inside_fix}"
         )
 
 
