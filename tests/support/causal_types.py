@@ -1,10 +1,10 @@
-"""Every type of causal language model that transformers has, as a tiny one with random weights."""
+"""Every type of causal and of masked language model of transformers, as a tiny one with random weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 #: Two for each of two stages: a check before a run may leave out what repeats.
 LAYERS = 4
@@ -102,6 +102,7 @@ LEFT_OUT = (
 )
 TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT))
 #: What the others that do not train are refused for.
+MASKED_TYPES = tuple(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 REFUSED = {"cpmant": "whose tokens attend to later ones", "reformer": "fails on a few tokens"}
 _LAYERED = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "indexer_types")
 
@@ -120,6 +121,11 @@ def tiny(model_type: str, dropout: bool = True, **more: Any) -> dict[str, Any]:
     for name, value in OWN.get(model_type, {}).items():
         settings[name] = settings[name] | value if isinstance(value, dict) and name in settings else value
     return settings | more | {"model_type": model_type}
+
+
+def tiny_masked(model_type: str, dropout: bool = True, **more: Any) -> dict[str, Any]:
+    """Returns the config of a type's tiny model, as `MaskedLM` takes it."""
+    return tiny(model_type, dropout, **({"is_decoder": False} if model_type in _ENCODERS else {}), **more)
 
 
 def _shrink(settings: dict[str, Any], dropout: bool) -> dict[str, Any]:

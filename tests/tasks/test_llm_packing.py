@@ -76,7 +76,7 @@ def test_a_document_too_long_is_split_truncated_or_dropped():
 def test_a_document_too_long_is_an_error_that_names_it_and_what_it_needs():
     with pytest.raises(
         DloError,
-        match=r"document 2: document must have at most seq_len \+ 1 = 5 tokens, got 11 \(1 .*seq_len to at least 10",
+        match=r"document 2: document must have at most 5 tokens to fit seq_len, got 11 \(1 .*raise seq_len by 6",
     ):
         cut_to("error")
     assert cut_to("error", seq_len=10)[1].too_long == 0

@@ -140,7 +140,7 @@ def test_bad_data_are_refused(make: Any, records: Any, options: dict[str, Any], 
 
 
 def test_data_of_another_kind_of_model_are_refused(make: Any) -> None:
-    with pytest.raises(DloError, match=r"data must be for causal language models, got .* seq2seq ones; .* Seq2SeqLM"):
+    with pytest.raises(DloError, match=r"data must have targets for CausalLM, got those for Seq2SeqLM; set"):
         CausalLM(config={"model_type": "gpt2"}).check(make())
-    with pytest.raises(DloError, match=r"data must be for seq2seq language models, got .* causal ones; .* CausalLM"):
+    with pytest.raises(DloError, match=r"data must have targets for Seq2SeqLM, got those for CausalLM; set"):
         Seq2SeqLM(config=seq2seq_config("t5")).check(TextData())

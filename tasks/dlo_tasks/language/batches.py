@@ -103,8 +103,11 @@ class PackedSamples:
         """Returns the number of targets of samples, int64 of the shape of ``index``."""
         return self.targets[index]
 
-    def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns the batch of the drawn samples."""
+    def place(self, draws: list[Draw]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns the pieces of drawn samples, the first position of each in the flattened batch, and a row's length.
+
+        Both arrays are int64 [P], the positions ascending.
+        """
         index = np.array([draw.index for draw in draws])
         first, counts = self._first[index], self._first[index + 1] - self._first[index]
         width = self._seq_len
@@ -112,7 +115,11 @@ class PackedSamples:
             longest = (draws.length if isinstance(draws, StepDraws) else None) or int(self.lengths[index].max())
             width = min(-(-longest // MULTIPLE) * MULTIPLE, width)
         pieces = np.repeat(first, counts) + ranges(counts)
-        begin = np.repeat(np.arange(len(draws)) * width, counts) + self._offset[pieces]
+        return pieces, np.repeat(np.arange(len(draws)) * width, counts) + self._offset[pieces], width
+
+    def fetch(self, draws: list[Draw]) -> Batch:
+        """Returns the batch of the drawn samples."""
+        pieces, begin, width = self.place(draws)
         length = self._length[pieces]
         source = np.repeat(self._start[pieces], length) + ranges(length)
         batch = gather_tokens(self._store, source, source + 1, begin, length, (len(draws), width), self._filler)

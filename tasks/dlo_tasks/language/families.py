@@ -140,8 +140,8 @@ def matches_dense_mask(model: PreTrainedModel) -> bool:
     """Returns whether packed attention and a dense mask give equal outputs, for two rows on a twin."""
     packed_attention.register_attention()
     try:
-        twin = _twin(model, window=2, attention="sdpa")
-        tokens = _tokens(twin)
+        twin = small_copy(model, window=2, attention="sdpa")
+        tokens = ordinary_tokens(twin)
         rows = torch.tensor([tokens, tokens[::-1]])
         positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
         twin.eval()
@@ -183,7 +183,7 @@ def probe_traits(model: PreTrainedModel) -> Traits:
     if model.config.model_type in KNOWN and not text_settings(model.config).use_bidirectional_attention:
         return KNOWN_TRAITS
     flash = is_flash(model)
-    tried = _twin(model) if flash or next(model.parameters()).is_meta else model
+    tried = small_copy(model) if flash or next(model.parameters()).is_meta else model
     was_training = tried.training
     tried.eval()
     try:
@@ -214,12 +214,12 @@ def probe_encoder_decoder(model: PreTrainedModel) -> Traits:
     Args:
         model: Model with its weights, or on the meta device.
     """
-    tried = _twin(model) if next(model.parameters()).is_meta else model
+    tried = small_copy(model) if next(model.parameters()).is_meta else model
     was_training = tried.training
     tried.eval()
     try:
         with torch.device(tried.device), default_dtype(None if tried is model else torch.float32):
-            tokens = _tokens(tried)
+            tokens = ordinary_tokens(tried)
             rows = torch.tensor([tokens, tokens[::-1]])
             inputs = {"input_ids": rows, "decoder_input_ids": rows[:, :4]}
             found = decoder_states(tried, **inputs)
@@ -236,7 +236,7 @@ def probe_encoder_decoder(model: PreTrainedModel) -> Traits:
         tried.train(was_training)
 
 
-def _tokens(model: PreTrainedModel) -> list[int]:
+def ordinary_tokens(model: PreTrainedModel) -> list[int]:
     """Returns six tokens without special ones: some families do not count padding."""
     config = language_models.text_config(model.config)
     special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
@@ -247,7 +247,7 @@ def _tokens(model: PreTrainedModel) -> list[int]:
 
 def _check_causal(model: PreTrainedModel) -> None:
     """Raises DloError if the logits of the first tokens depend on the last ones."""
-    tokens = _tokens(model)
+    tokens = ordinary_tokens(model)
     rows = torch.tensor([tokens, [*tokens[:4], tokens[0], tokens[0]]], device=model.device)
     first, other = language_models.logits(model, input_ids=rows)[:, :4].float()
     most = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.75  # Rounding only.
@@ -264,14 +264,14 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 
 def _counts_from_0(model: PreTrainedModel) -> bool:
-    tokens = torch.tensor([_tokens(model)], device=model.device)
+    tokens = torch.tensor([ordinary_tokens(model)], device=model.device)
     places = torch.arange(tokens.shape[1], device=model.device)[None]
     own = language_models.hidden_states(model, input_ids=tokens)
     return near(language_models.hidden_states(model, input_ids=tokens, position_ids=places), own)
 
 
 def _projects(model: PreTrainedModel) -> bool:
-    tokens = torch.tensor([_tokens(model)], device=model.device)
+    tokens = torch.tensor([ordinary_tokens(model)], device=model.device)
     found = language_models.hidden_states(model, input_ids=tokens)
     logits = language_models.logits(model, input_ids=tokens)
     return _is_head_of(model, found, logits)
@@ -287,7 +287,7 @@ def _is_head_of(model: PreTrainedModel, found: Tensor, logits: Tensor) -> bool:
 
 
 def _keeps_apart(model: PreTrainedModel, by_lengths: bool = False) -> bool:
-    tokens = _tokens(model)
+    tokens = ordinary_tokens(model)
     rows = torch.tensor([tokens, tokens[::-1]], device=model.device)  # transformers treats one row differently.
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
     told: dict[str, Any] = {}
@@ -301,8 +301,8 @@ def _keeps_apart(model: PreTrainedModel, by_lengths: bool = False) -> bool:
 def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
     """Returns the traits of a model that ignores restarting positions, with the changes that keep documents apart."""
     try:
-        twin = _twin(model).eval()
-        tokens = _tokens(twin)
+        twin = small_copy(model).eval()
+        tokens = ordinary_tokens(twin)
         rows = torch.tensor([tokens, tokens[::-1]], device="cpu")
         positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]], device="cpu")
         parts = [[rows[0, :2], rows[0, 2:]], [rows[1, :3], rows[1, 3:]]]
@@ -344,7 +344,7 @@ def _uncapped_attention(*args: Any, softcap: float | None = None, **options: Any
 
 
 @default_dtype(torch.float32)
-def _twin(model: PreTrainedModel, window: int | None = None, attention: str | None = None) -> Any:
+def small_copy(model: PreTrainedModel, window: int | None = None, attention: str | None = None) -> Any:
     """Returns a small copy of a model for tests: on the CPU, in single precision, with one block of each type.
 
     Args:
@@ -381,9 +381,10 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
 
 def _build_like(model: PreTrainedModel, config: Any, attention: str) -> Any:
     """Returns a model of the same class; that of a sub-config (Emu3's text model) is unknown to transformers' lists."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) in AutoModelForCausalLM._model_mapping and not config.is_encoder_decoder:
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if known is not None and isinstance(model, known):
         return language_models.build_model(None, config, dtype=torch.float32, attention=attention)
     return type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
 

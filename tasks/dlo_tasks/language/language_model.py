@@ -187,7 +187,7 @@ class LanguageModel(
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.warmup_lr, self.min_lr, self.lr_scaling = warmup_lr, min_lr, lr_scaling
         self.tokenizer: Any = None
-        self._traits = families.KNOWN_TRAITS
+        self._traits: Any = families.KNOWN_TRAITS
         self._balance: LoadBalancing | None = None
         #: Folder or hub name of the model's own tokenizer; None without one.
         self.tokenizer_source = language_models.tokenizer_source(model)
@@ -210,8 +210,9 @@ class LanguageModel(
         """Checks the data against a model on the meta device."""
         if data.model_kind not in (None, self.kind):
             raise DloError(
-                f"data must be for {self.kind} language models, got a datamodule for {data.model_kind} ones; set"
-                f" data.class_path to another, or model.class_path to {language_models.TASKS[data.model_kind]}"
+                f"data must have targets for {language_models.TASKS[self.kind]}, got those for"
+                f" {language_models.TASKS[data.model_kind]}; set data.class_path: {language_models.DATA[self.kind]}, or"
+                f" model.class_path: {language_models.TASKS[data.model_kind]}"
             )
         if self.tokenizer_source is not None and data.check_template is not None:
             data.check_template(self.tokenizer_source)
@@ -289,7 +290,7 @@ class LanguageModel(
         """Finds what is known of a model that has just been built, and changes it where it needs that."""
         self._traits, self._balance = self._probe(model), find_load_balancing(model)
 
-    def _probe(self, model: Any) -> families.Traits:
+    def _probe(self, model: Any) -> Any:
         """Returns the properties of a model."""
         return families.probe_traits(model)
 
@@ -325,7 +326,8 @@ class LanguageModel(
         """Creates the metrics."""
         if not hasattr(self, "measures"):
             kinds: dict[str, TokenMean] = {"loss": TokenMean(), "perplexity": Perplexity(), "accuracy": TokenMean()}
-            kinds |= {"bits_per_byte": BitsPerByte(), "perplexity_per_byte": Perplexity()}
+            if self.kind != "masked":
+                kinds |= {"bits_per_byte": BitsPerByte(), "perplexity_per_byte": Perplexity()}
             self.measures = nn.ModuleDict(kinds)
             self._bytes: Tensor | None = None
 
@@ -391,7 +393,7 @@ class LanguageModel(
         """
         labels = sparse_attention.targets(self.attention, batch)
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
-        count = batches.read_target_count(labels)
+        count = self._count_targets(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
         total = vocabulary_loss.summed_loss(
             self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel, terms=self.token_loss
@@ -399,6 +401,10 @@ class LanguageModel(
         if balance is not None:
             total = total + balance * (labels != IGNORE_INDEX).sum()
         return self._per_token(total, batch)
+
+    def _count_targets(self, labels: Tensor) -> int | None:
+        """Returns the number of targets, where it is known without reading the device."""
+        return batches.read_target_count(labels)
 
     def _per_token(self, total: Tensor, batch: Any) -> Tensor:
         """Returns this micro-batch's part of the mean over all tokens of the optimizer step, from its sum."""
@@ -435,7 +441,7 @@ class LanguageModel(
         """
         labels = sparse_attention.targets(self.attention, batch)
         ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
-        count = batches.read_target_count(labels)
+        count = self._count_targets(labels)
         with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
             total, agreed = vocabulary_distillation.summed_distillation(
                 self.head, ours.flatten(0, 1), head, theirs.flatten(0, 1), labels.flatten(), loss, count=count
@@ -462,7 +468,7 @@ class LanguageModel(
         is_target = labels != IGNORE_INDEX
         total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()
         values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and self.kind != "masked":
             if self._bytes is None or self._bytes.device != labels.device:
                 size = language_models.model_vocabulary_size(self.config)
                 self._bytes = count_token_bytes(self.tokenizer, size).to(labels.device)

@@ -48,6 +48,8 @@ AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
 TASKS = {"causal": "CausalLM", "masked": "MaskedLM", "seq2seq": "Seq2SeqLM"}
+#: Datamodule whose batches each kind takes.
+DATA = {"causal": "TextData", "masked": "MaskedTextData", "seq2seq": "Seq2SeqData"}
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 

@@ -60,7 +60,9 @@ class WindowAssignment(NamedTuple):
     windows: int
 
 
-def cut_documents(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: LongSamples) -> DocumentChunks:
+def cut_documents(
+    bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: LongSamples, *, last_is_input: bool = False
+) -> DocumentChunks:
     """Returns the pieces of some documents, none longer than the window.
 
     Args:
@@ -69,17 +71,19 @@ def cut_documents(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_
         seq_len: Positions per window.
         long_samples: Policy for longer documents: ``truncate`` keeps their start, ``split`` makes pieces of
             ``seq_len`` and a remainder, so that each position is in one piece, ``drop`` removes them.
+        last_is_input: Whether a document's last token has a position too, where targets are not the next tokens.
 
     Raises:
         DocumentTooLong: If a document is longer, under ``error``.
     """
     start = bounds[documents].astype(np.int64)
-    length = bounds[documents + 1].astype(np.int64) - start - 1
+    last = 0 if last_is_input else 1
+    length = bounds[documents + 1].astype(np.int64) - start - last
     long = length > seq_len
     too_long, too_short = int(long.sum()), int((length < 1).sum())
     if long_samples == "error" and too_long:
         number = int(documents[np.argmax(long)])
-        raise DocumentTooLong(number, int(length[np.argmax(long)]) + 1, seq_len, too_long)
+        raise DocumentTooLong(number, int(length[np.argmax(long)]) + last, seq_len + last, too_long)
     keep = length >= 1
     if long_samples == "drop":
         keep &= ~long
@@ -98,17 +102,17 @@ def cut_documents(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_
 class DocumentTooLong(DloError):
     """Raised if a document does not fit a window, and the policy is ``error``."""
 
-    def __init__(self, document: int, tokens: int, seq_len: int, count: int, place: str | None = None) -> None:
-        self.document, self.tokens, self.seq_len, self.count = document, tokens, seq_len, count
+    def __init__(self, document: int, tokens: int, most: int, count: int, place: str | None = None) -> None:
+        self.document, self.tokens, self.most, self.count = document, tokens, most, count
         super().__init__(
-            f"{place or f'document {document}'}: document must have at most seq_len + 1 = {seq_len + 1} tokens, got"
-            f" {tokens} ({count} documents are longer); set seq_len to at least {tokens - 1}, or long_samples to"
-            " truncate, split or drop"
+            f"{place or f'document {document}'}: document must have at most {most} tokens to fit seq_len, got {tokens}"
+            f" ({count} documents are longer); raise seq_len by {tokens - most}, or set long_samples to truncate, split"
+            " or drop"
         )
 
     def with_location(self, place: str) -> DocumentTooLong:
         """Returns this error with the document's file and line."""
-        return DocumentTooLong(self.document, self.tokens, self.seq_len, self.count, place)
+        return DocumentTooLong(self.document, self.tokens, self.most, self.count, place)
 
 
 def count_targets(learned: np.ndarray, pieces: DocumentChunks) -> np.ndarray:

@@ -323,6 +323,17 @@ class TextData(ResumableDataModule):
             by_length=split == "val",
         )
 
+    def lay_out_prompts(self, files: Sequence[Path]) -> Any:
+        """Returns the dataset of the prompts of some files, and sets :attr:`prompts`."""
+        self.prompts, ids = read_prompts(files, self.tokenizer, self.columns)
+        if self.trains_on_chats:
+            warn_of_plain_prompts("predict_files", self.prompts)
+        return Prompts(ids, find_filler_id(self.tokenizer))
+
+    def train_tokenizer(self) -> Any:
+        """Returns the tokenizer of data whose model has none, trained on the standard library's sources."""
+        return embedded_tokenizer(self._library, self.vocab_size, self.cache_dir)
+
     def _files(self, split: str) -> list[Path]:
         if split == "val":
             return expand_patterns(self.val_files or [], "val_files")
@@ -373,7 +384,7 @@ class TextData(ResumableDataModule):
             if source is not None:
                 self.tokenizer = load_tokenizer(source, self.chat_template)
             else:
-                trained = embedded_tokenizer(self._library, self.vocab_size, self.cache_dir)
+                trained = self.train_tokenizer()
                 if any(first.kind == "messages" for _, first in self._first_records("train_files", "val_files")):
                     trained.chat_template = PLAIN_CHAT_TEMPLATE
                 self.tokenizer = set_chat_template(trained, self.chat_template)
@@ -390,11 +401,7 @@ class TextData(ResumableDataModule):
         self._load_tokenizer()
         if stage == "predict":
             self.check_predict()
-            files = expand_patterns(self.predict_files or [], "predict_files")
-            self.prompts, ids = read_prompts(files, self.tokenizer, self.columns)
-            if self.trains_on_chats:
-                warn_of_plain_prompts("predict_files", self.prompts)
-            self._datasets["predict"] = Prompts(ids, find_filler_id(self.tokenizer))
+            self._datasets["predict"] = self.lay_out_prompts(expand_patterns(self.predict_files or [], "predict_files"))
             return
         names = self._agreed_names()
         self._pad_if_needed()

@@ -34,6 +34,7 @@ from dlo_tasks.language.vocabulary_loss import (
     ChunkLosses,
     chunk_tokens,
     default_kernel,
+    enter_stage,
     linear_losses,
     select_targets,
 )
@@ -64,6 +65,8 @@ def summed_distillation(
         chunk: Tokens per chunk; by default computed from the vocabulary size.
         count: Number of targets, if known; see :func:`~dlo_tasks.language.vocabulary_loss.summed_loss`.
     """
+    teacher, teacher_hidden, _, _ = enter_stage(teacher, teacher_hidden.detach(), targets, count)
+    student, hidden, targets, count = enter_stage(student, hidden, targets, count)
     kernel, shard = default_kernel(hidden.device), student.shard
     calls_at_once = [head.is_gathered and not can_run_inside(head) for head in (student, teacher)]
     if not any(calls_at_once):

@@ -29,17 +29,20 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """Head that turns hidden states into logits: `cap * tanh(scale * head(hidden) / cap)`.
+    """Head that turns hidden states into logits: `cap * tanh(scale * head(stage(hidden)) / cap)`.
 
     Attributes:
         module: Projection, `[N, D]` to `[N, V]`.
         scale: Factor of the projection's output (Cohere, Granite).
         softcap: Soft bound of the logits (Gemma 2: 30); None for no bound.
+        stage: What the head computes before its projection, of the tokens with a target alone (BERT); None for nothing.
+            See :func:`dlo_tasks.language.vocabulary_loss.enter_stage`.
     """
 
     module: nn.Module
     scale: float = 1.0
     softcap: float | None = None
+    stage: Callable[[Tensor], Tensor] | None = None
 
     @property
     def shard(self) -> VocabularyShard | None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -145,6 +146,7 @@ def _selected_losses(
 ) -> Tensor:
     """Returns the sum of the losses, or the loss of each token that :func:`select_targets` has kept."""
     at_once = functools.partial(VocabularyHead.losses, terms=terms, per_token=per_token)
+    head, hidden, targets, count = enter_stage(head, hidden, targets, count)
     if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
         return at_once(head, hidden, targets)
     if head.shard is not None:
@@ -176,6 +178,28 @@ def _selected_losses(
     return torch.stack(losses).sum() if losses else hidden.float().sum()
 
 
+def enter_stage(
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, count: int | None
+) -> tuple[VocabularyHead, Tensor, Tensor, int | None]:
+    """Returns a head without its stage, and the stage's outputs of the tokens with a target, these targets and a count.
+
+    All ranks call the stage, also one without a target. A head without a stage is returned with the others unchanged.
+
+    Args:
+        head: Head of the model.
+        hidden: Hidden states, `[N, D]`.
+        targets: Target ids, `[N]`.
+        count: Number of targets, if known; otherwise the device is read.
+    """
+    if head.stage is None:
+        return head, hidden, targets, count
+    if isinstance(hidden, FakeTensor):
+        hidden, targets = hidden[:count], targets[:count]
+    else:
+        hidden, targets = select_targets(hidden, targets, count, waits=True)
+    return replace(head, stage=None), head.stage(hidden), targets, len(targets)
+
+
 def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
     if kernel in (None, "columns", "rows") or (head.fuses and (kernel == "compiled" or head.shard is None)):
         return
@@ -200,6 +224,11 @@ def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor)
     """
     losses = torch.zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     hits = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
+    if head.stage is not None:
+        are = targets != IGNORE_INDEX
+        staged, states, kept, _ = enter_stage(head, hidden, targets, None)
+        of_kept, hits_of_kept = token_losses_and_hits(staged, states, kept)
+        return losses.masked_scatter(are, of_kept.to(losses.dtype)), hits.masked_scatter(are, hits_of_kept)
     if can_run_inside(head):
 
         def inside(head: VocabularyHead, hidden: Tensor) -> Tensor:

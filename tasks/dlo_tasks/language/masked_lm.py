@@ -1,0 +1,162 @@
+"""Task that trains models which predict masked tokens, such as BERT: `MaskedLM`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from dlo_framework.data.description import DataDescription
+from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
+from dlo_framework.models.attention import Attention
+from dlo_framework.strategy_abilities import mesh_spec
+from dlo_framework.strategy_contract import contract_of
+from dlo_tasks.language import batches, encoders
+from dlo_tasks.language.encoders import EncoderTraits, HeadStage
+from dlo_tasks.language.generation import max_positions, print_samples
+from dlo_tasks.language.language_model import LanguageModel
+from dlo_tasks.language.masked_data import MASK_FRACTION
+from dlo_tasks.language.vocabulary_head import VocabularyHead
+
+
+class MaskedLM(LanguageModel):
+    """Trains a model that predicts masked tokens from those on both sides: BERT, RoBERTa, ModernBERT, DeBERTa...
+
+    Any model of transformers' `AutoModelForMaskedLM`. Batches are those of :class:`MaskedTextData`: dicts of `[B, L]`
+    tensors, `input_ids` with masked tokens; `labels`, the token that was there, or -100 where none is predicted;
+    `attention_mask` of padded rows; `position_ids`, which restart at 0 with each document of a packed row; and
+    `tokens_in_step`, a scalar: the number of predicted tokens in the whole optimizer step.
+
+    The head and the loss run on the predicted tokens alone. Validation and test log `loss`, `perplexity` and `accuracy`
+    per predicted token. `predict_step` fills in masked tokens.
+
+    Args:
+        model: Folder that `save_pretrained` wrote, or name on the Hugging Face hub.
+        config: Config of a model with random weights, in place of `model`; see :class:`LanguageModel`.
+        **language_model: Further arguments of :class:`LanguageModel`.
+
+    Raises:
+        DloError: If a model, setting, target or argument does not exist, or values contradict each other.
+    """
+
+    kind = "masked"
+
+    def __init__(
+        self, model: str | None = None, config: dict[str, Any] | str | None = None, **language_model: Any
+    ) -> None:
+        super().__init__(model, config, **language_model)
+        self._traits = EncoderTraits("boolean")  # Until the model is built.
+        if isinstance(self.attention, Attention):
+            raise DloError(
+                "attention must name an implementation of transformers for MaskedLM, got a kernel or mask of dlo, which"
+                " are causal; set sdpa or eager, or remove it"
+            )
+
+    def check(self, datamodule: LightningDataModule | None) -> None:
+        """Checks that the model and the optimizer can be built, and that no ranks share sequences.
+
+        Raises:
+            DloError: If one of them cannot be built, or the strategy divides sequences among ranks.
+        """
+        spec = None if self._trainer is None else mesh_spec(contract_of(self.trainer.strategy))
+        if spec is not None and spec.cp > 1:
+            raise DloError(
+                "cp must be 1 for MaskedLM, whose tokens attend to all others of their document under a mask that ranks"
+                f" cannot divide, got {spec.cp}; use tp or pp"
+            )
+        super().check(datamodule)
+
+    def _probe(self, model: Any) -> EncoderTraits:
+        return encoders.probe_encoder(model)
+
+    @property
+    def head(self) -> VocabularyHead:
+        """Head that turns the outputs of :meth:`forward` into logits."""
+        projects = self._traits.has_linear_head
+        stage = HeadStage(self.model, projects=projects)  # type: ignore[arg-type]
+        projection = self.model.get_output_embeddings() if projects else torch.nn.Identity()  # type: ignore[operator]
+        return VocabularyHead(projection, softcap=self.logit_softcap, stage=stage)
+
+    def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
+        """Returns a batch of one row, as long as the data's windows."""
+        length = DataDescription(datamodule).seq_len or min(max_positions(self.config) or 512, 512)
+        row = torch.zeros(1, length, dtype=torch.long)
+        masked = math.ceil(MASK_FRACTION * length)
+        labels = torch.where(torch.arange(length) < masked, row, batches.IGNORE_INDEX)
+        return {"input_ids": row, "labels": labels, "tokens_in_step": torch.tensor(masked)}
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the model's keyword arguments: tokens, and the mask of padded rows, or that of packed documents.
+
+        Raises:
+            DloError: If rows hold several documents and the model would let them attend to each other.
+        """
+        found = {"input_ids": batch["input_ids"]}
+        positions = batch.get("position_ids")
+        if batch.get("attention_mask") is not None:
+            found["attention_mask"] = batch["attention_mask"]
+        elif positions is not None and _are_packed(positions):
+            if not self._traits.isolates_documents:
+                raise DloError(
+                    f"data.init_args.packing must be none for {type(self.model).__name__}, which takes no mask of"
+                    " documents, got packed rows, whose documents would attend to each other; set packing: none"
+                )
+            found |= encoders.document_arguments(self.model, positions, self._traits)  # type: ignore[arg-type]
+        return (), found
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Returns the hidden states before the head, `[B, L, D]`."""
+        return encoders.encode(self.model, **inputs)  # type: ignore[arg-type]
+
+    def _count_targets(self, labels: Tensor) -> int | None:
+        if isinstance(labels, FakeTensor):  # It has no values.
+            return math.ceil(MASK_FRACTION * labels.numel())
+        return super()._count_targets(labels)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
+        """Returns the most probable tokens of each text's masks: `[{index, prompt, completion, tokens}]`.
+
+        `prompt` is the text, `completion` the text with its masks filled in, and `tokens` the ids of the filled in
+        tokens.
+
+        Args:
+            batch: Texts: `input_ids` and `attention_mask`, `[B, L]`; `labels`, the mask's id where a token is missing,
+                -100 elsewhere; `index [B]`, the numbers of the texts, -1 for rows to leave out.
+            batch_idx: Index of the batch.
+        """
+        ids, missing = batch["input_ids"], batch["labels"] != batches.IGNORE_INDEX
+        head = self.head
+        assert head.stage is not None
+        features = head.stage(self._outputs(batch)[missing])
+        best = VocabularyHead(head.module, softcap=head.softcap).logits(features).argmax(dim=1)
+        filled = ids.masked_scatter(missing, best)
+        found = []
+        for number, before, after, holes, kept in zip(
+            batch["index"].tolist(), ids, filled, missing, batch["attention_mask"].bool(), strict=True
+        ):
+            if number >= 0:
+                decode = self.tokenizer.decode
+                found.append(
+                    {
+                        "index": number,
+                        "prompt": decode(before[kept]),
+                        "completion": decode(after[kept], skip_special_tokens=True),
+                        "tokens": after[holes].tolist(),
+                    }
+                )
+        return found
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Prints the first texts, filled in."""
+        shown = outputs[:3] if batch_idx == 0 else []
+        if shown and self.trainer.is_global_zero:
+            print_samples([row["prompt"] for row in shown], [row["completion"] for row in shown])
+
+
+def _are_packed(position_ids: Tensor) -> bool:
+    """Returns whether a row has several documents; of fake positions, which have no values, it may have."""
+    return isinstance(position_ids, FakeTensor) or bool(batches.count_documents(position_ids).restart)

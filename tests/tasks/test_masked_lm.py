@@ -1,0 +1,189 @@
+"""Models that predict masked tokens: masks, documents, losses, filled in texts, and the folder of transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from dlo_framework.data import Draw
+from dlo_framework.errors import DloError
+from dlo_tasks.language.batches import IGNORE_INDEX
+from dlo_tasks.language.masked_data import MaskedTextData
+from dlo_tasks.language.masked_lm import MaskedLM
+from dlo_tasks.language.text_data import TextData
+from support.causal_types import tiny, tiny_masked
+from support.trainers import quiet_trainer
+
+TEXTS = ["the cat sat on the mat", "a dog", "unbelievable stories of the unforgettable", "one two three four five six"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    """WordPiece, as BERT's: some words are of several tokens."""
+    from transformers import BertTokenizerFast
+
+    words = sorted({word for text in TEXTS for word in text.split() if not word.startswith("un")})
+    parts = ["un", "##believ", "##able", "##forgettable"]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, *parts]
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def data_of(tokenizer: Path, texts: list[str] = TEXTS, **options: Any) -> MaskedTextData:
+    path = tokenizer.parent / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    options = {"seq_len": 16, "batch_size": 2, "val_fraction": 0.0, **options}
+    data = MaskedTextData(train_files=str(path), tokenizer=str(tokenizer), cache_dir=str(tokenizer.parent), **options)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def batch_of(data: MaskedTextData, seed: int = 1) -> dict[str, torch.Tensor]:
+    samples = data._datasets["train"]
+    return samples.fetch([Draw(index, seed + index, True) for index in range(len(samples))])
+
+
+def restored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.where(batch["labels"] == IGNORE_INDEX, batch["input_ids"], batch["labels"])
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_a_row_has_as_many_masks_as_its_length_says_and_no_special_token_is_masked(
+    tokenizer: Path, packing: str, whole_words: bool
+) -> None:
+    data = data_of(tokenizer, packing=packing, mask_fraction=0.4, whole_words=whole_words)
+    samples, batch = data._datasets["train"], batch_of(data)
+    found = (batch["labels"] != IGNORE_INDEX).sum(1)
+    special = restored(batch) < 5
+    assert found.tolist() == samples.targets.tolist()
+    assert found.tolist() == [max(1, int(0.4 * count + 0.5)) for count in (~special).sum(1).tolist()]
+    assert not (special & (batch["labels"] != IGNORE_INDEX)).any()
+    texts = [data.tokenizer.decode(row) for row in restored(batch)]
+    assert all(any(f"[CLS] {text} [SEP]" in row for row in texts) for text in TEXTS)
+    if packing == "best_fit":  # Each document, and the unused end of a row, begins at position 0.
+        starts = batch["input_ids"] == data.tokenizer.cls_token_id
+        assert (batch["position_ids"][starts] == 0).all()
+        assert (batch["position_ids"] == 0).sum() >= starts.sum()
+    else:
+        assert (batch["attention_mask"] == (batch["input_ids"] != data.tokenizer.pad_token_id)).all()
+    again, other = batch_of(data), batch_of(data, seed=9)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert torch.equal(restored(batch), restored(other))
+    assert not torch.equal(batch["labels"], other["labels"])
+
+
+def test_words_are_masked_whole_and_tokens_are_replaced_in_the_shares_of_bert(tokenizer: Path) -> None:
+    data = data_of(tokenizer, ["unbelievable cat " * 100] * 8, seq_len=402, mask_fraction=0.15, whole_words=True)
+    batch = batch_of(data)
+    masked = batch["labels"] != IGNORE_INDEX
+    word = data.tokenizer.convert_tokens_to_ids(["un", "##believ", "##able"])
+    begins = restored(batch) == word[0]
+    parts = torch.stack([masked.roll(-shift, 1)[begins] for shift in range(3)]).sum(0)
+    assert ((parts == 0) | (parts == 3)).float().mean() > 0.97  # One word of a row may be cut to its number of masks.
+    ids, labels = batch["input_ids"][masked], batch["labels"][masked]
+    shares = [(ids == data.tokenizer.mask_token_id).float().mean(), (ids == labels).float().mean()]
+    assert shares == pytest.approx([0.8, 0.1], abs=0.04)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "distilbert"])
+def test_packed_documents_train_as_padded_ones_do_and_the_loss_is_that_of_transformers(
+    tokenizer: Path, kind: str
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        task = MaskedLM(config=tiny_masked(kind, dropout=False, pad_token_id=0))
+        task.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert task.isolates_documents
+    packed, padded = (batch_of(data_of(tokenizer, packing=packing, seq_len=18)) for packing in ("best_fit", "none"))
+    length = padded["input_ids"].shape[1]
+    row, starts = packed["position_ids"].shape[0], (packed["input_ids"] == 2).nonzero().tolist()
+    assert row < len(starts) == len(TEXTS)  # several in a row
+    rows = [F.pad(packed["input_ids"][r, c:], (0, 40))[:length] for r, c in starts]
+    own = [int((piece == 3).nonzero()[0]) + 1 if (piece == 3).any() else length for piece in rows]
+    labels = [F.pad(packed["labels"][r, c:], (0, 40), value=-100)[:length] for r, c in starts]
+    used = torch.arange(length) < torch.tensor(own)[:, None]
+    alone = {
+        "input_ids": torch.stack(rows).where(used, torch.tensor(0)),
+        "labels": torch.stack(labels).where(used, torch.tensor(IGNORE_INDEX)),
+        "attention_mask": used.long(),
+    }
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        args, kwargs = task.inputs(batch)
+        return task.loss(task(*args, **kwargs), batch)
+
+    ours = loss_of(packed)
+    logits = task.model(input_ids=alone["input_ids"], attention_mask=alone["attention_mask"]).logits
+    theirs = F.cross_entropy(logits.flatten(0, 1), alone["labels"].flatten())
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+    assert float(loss_of(alone)) == pytest.approx(float(theirs), rel=1e-9)
+    gradients = torch.autograd.grad(ours, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
+    expected = torch.autograd.grad(theirs, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
+    for one, other in zip(gradients, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_resumes_bit_for_bit_fills_in_texts_and_its_folder_is_transformers(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    (tmp_path / "holes.txt").write_text("the [MASK] sat on the mat\na [MASK]\n")
+
+    config = {name: value for name, value in tiny_masked("bert", dropout=False).items() if name != "vocab_size"}
+
+    def trained(start: Path | None = None, *callbacks: Any) -> tuple[Any, MaskedLM, MaskedTextData]:
+        data = data_of(tokenizer, TEXTS * 4, seq_len=12, val_fraction=0.3, predict_files=str(tmp_path / "holes.txt"))
+        task = MaskedLM(config=config, lr=1e-2, schedule="constant")
+        data.check()
+        task.check(data)
+        trainer = quiet_trainer(max_epochs=4, devices=1, callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
+        trainer.fit(task, datamodule=data, ckpt_path=start and str(start))
+        return trainer, task, data
+
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+    trainer, task, data = trained(None, saves)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    assert {"val_loss", "val_perplexity", "val_accuracy"} == {n for n in trainer.callback_metrics if "val" in n}
+    _, again, _ = trained(tmp_path / "step=7.ckpt")
+    for name, weight in task.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    rows = [row for rows in trainer.predict(task, datamodule=data) for row in rows]
+    assert [len(row["tokens"]) for row in rows] == [1, 1]
+    assert rows[0]["completion"].endswith("sat on the mat")
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    MaskedLM.export_folder(checkpoint, tmp_path / "folder")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "folder")
+    ids = data.tokenizer("the [MASK] sat on the mat", return_tensors="pt")["input_ids"]
+    best = model(ids).logits[0][ids[0] == data.tokenizer.mask_token_id].argmax(-1)
+    assert best.tolist() == rows[0]["tokens"]
+
+
+def test_what_does_not_fit_is_refused_before_it_trains(tokenizer: Path, tmp_path: Path) -> None:
+    task = MaskedLM(config=tiny_masked("bert"))
+    with pytest.raises(DloError, match=r"set data\.class_path: MaskedTextData, or model\.class_path: CausalLM"):
+        task.check(TextData())
+    with pytest.raises(DloError, match=r"config\.is_decoder: false, or train it as a CausalLM"):
+        MaskedLM(config=tiny("bert")).configure_model()
+    with pytest.raises(DloError, match="random_fraction and unchanged_fraction must be at most 1 together"):
+        MaskedTextData(random_fraction=0.6, unchanged_fraction=0.6)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    with pytest.raises(DloError, match=r"chat.jsonl:1: record must have a text for MaskedTextData, got a messages"):
+        MaskedTextData(train_files=str(tmp_path / "chat.jsonl")).check()
+    (tmp_path / "holes.txt").write_text("a dog\n")
+    data = data_of(tokenizer, predict_files=str(tmp_path / "holes.txt"))
+    with pytest.raises(DloError, match=r"mask token \[MASK\] in each text, got 'a dog'"):
+        data.setup("predict")
