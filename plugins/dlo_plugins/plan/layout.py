@@ -193,6 +193,11 @@ class StateFormat:
         return {"param_dtype": names[self.gathered], "reduce_dtype": names[self.reduced]}
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether the loss has a scale, from which gradients are freed before the step: mixed precision of float16."""
+        return self.autocasts and self.compute == "float16"
+
+    @property
     def has_masters(self) -> bool:
         """Whether stored parameters are master weights, beside others in half precision that computation uses."""
         return self.parameter > self.gathered

@@ -112,9 +112,10 @@ class Machine:
             DloError: The machine does not compute in this dtype.
         """
         if dtype not in self.peak:
+            fix = next((f"trainer.precision to {name}" for key, name in _PRECISIONS.items() if key in self.peak), "")
             raise DloError(
-                f"machine {self.name} must have a peak for {dtype}, got {', '.join(self.peak)}; set the trainer's"
-                f" precision to one of these, or add peak.{dtype} to the machine's file"
+                f"machine {self.name} must have a peak for {dtype}, got {', '.join(self.peak)}; set"
+                f" {fix or 'another precision'}, or add peak.{dtype} to the machine's file"
             )
         return self.peak[dtype]
 
@@ -359,6 +360,8 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
     )
 
 
+#: Precision of the Trainer to use on a machine with a peak for a dtype, the best first.
+_PRECISIONS = {"bfloat16": "bf16-mixed", "float16": "16-mixed", "float32": "32-true"}
 _PEAK = "{bfloat16: {value: ..., source: ...}}"
 #: Constants that are a number of the same name.
 _NUMBERS = (

@@ -11,6 +11,7 @@ import yaml
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import AXES, MeshSpec
+from dlo_plugins.parallel.gathered_dtype import default_param_dtype
 from dlo_plugins.parallel.pipeline.pipeline_schedules import make_placement
 from dlo_plugins.plan.layout import Layout, StateFormat
 from dlo_plugins.plan.plan_search import Candidate
@@ -199,12 +200,18 @@ _MICRO_BATCHES = 4
 
 def read_dtypes(config: dict[str, Any], device: str) -> tuple[str | None, str | None]:
     """Returns the dtypes of gathered parameters and of reduced gradients; None for those of the precision."""
-    trainer = config.get("trainer") or {}
-    options = find_part(config, "FullyShard") or strategy_options(trainer.get("strategy"))
+    strategy, precision = (config.get("trainer") or {}).get("strategy"), read_precision(config)
+    options = find_part(config, "FullyShard") or strategy_options(strategy)
     gathered = options.get("param_dtype")
-    if gathered is None and device == "cpu" and str(trainer.get("precision")).startswith("bf16"):
-        gathered = None if str(trainer["precision"]) == "bf16-true" else "float32"  # The default of a CPU.
+    if gathered is None and precision.endswith("-mixed"):
+        gathered = default_param_dtype(precision, torch.device(device)) or "float32"
     return gathered, options.get("reduce_dtype")
+
+
+def read_precision(config: dict[str, Any]) -> str:
+    """Returns the Trainer's precision by its full name."""
+    given = str((config.get("trainer") or {}).get("precision") or "32-true")
+    return {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(given, given)
 
 
 def read_layout(config: dict[str, Any], ranks: int) -> Layout:

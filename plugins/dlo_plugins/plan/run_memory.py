@@ -41,6 +41,7 @@ from dlo_plugins.plan.plan_config import (
     read_device,
     read_dtypes,
     read_layout,
+    read_precision,
     strategy_options,
 )
 from dlo_plugins.plan.rank_memory import MemoryModel, in_flight
@@ -245,11 +246,10 @@ def run_state(
         DloError: The precision or a dtype is not planned, or the optimizer cannot take a step.
     """
     trainer = config.get("trainer") or {}
-    precision = str(trainer.get("precision") or "32-true")
     fused = any(find_part(config, name) is not None for name in ("Compile", "CompileBlocks"))
     if gather is None and find_batch_norms(model):
         gather = "float32"  # Batch norms refuse weights in half precision.
-    state = state_format(precision, fused=fused, gather=gather, reduce=reduce)
+    state = state_format(read_precision(config), fused=fused, gather=gather, reduce=reduce)
     dtype = torch.float32 if state.parameter == SIZES["float32"] else getattr(torch, state.compute)
     if strategy_options(trainer.get("strategy")).get("bf16_weights") == "stochastic":
         # Weights and kept gradients are bf16; gradients are reduced, and steps taken, in single precision.
@@ -263,7 +263,7 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
     """Returns the bytes of a run's tensors on an accelerator; the optimizer is Adam, with two moments.
 
     Args:
-        precision: Precision of the Trainer.
+        precision: Precision of the Trainer, by its full name.
         fused: Whether the run compiles its model.
         gather: Dtype in which parameters are gathered; None for that of the products.
         reduce: Dtype in which gradients are reduced; None for that of the stored parameters.
@@ -271,17 +271,16 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
     Raises:
         DloError: The precision is another than 32-bit, bfloat16 or float16, or has no such dtype.
     """
-    plain = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(precision, precision)
-    if plain not in _PRECISIONS:
+    if precision not in _PRECISIONS:
         raise DloError(
             f"trainer.precision must be one of {', '.join(_PRECISIONS)} to be planned, got {precision}; set bf16-mixed"
         )
-    compute, parameter, gathered, gradient, reduced = _PRECISIONS[plain]
-    own = dict.fromkeys(["float32", compute] if plain.endswith("mixed") else [compute])
+    compute, parameter, gathered, gradient, reduced = _PRECISIONS[precision]
+    own = dict.fromkeys(["float32", compute] if precision.endswith("mixed") else [compute])
     for key, name in (("gather", gather), ("reduce", reduce)):
         if name not in (None, *own):
             raise DloError(
-                f"--fix {key} must be {' or '.join(own)} under precision {plain}, got {name}; leave it out, or set"
+                f"--fix {key} must be {' or '.join(own)} under precision {precision}, got {name}; leave it out, or set"
                 " another trainer.precision"
             )
     gathered, reduced = SIZES.get(gather or "", gathered), SIZES.get(reduce or "", reduced)
@@ -292,7 +291,7 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
         gradient,
         reduced,
         2.0 * parameter,
-        plain.endswith("mixed"),
+        precision.endswith("mixed"),
         fused=fused,
         compiled=fused,
     )

@@ -523,8 +523,11 @@ class TimeModel:
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         trained = trained_count(stage, layout.mesh.tp)
         own = trained / layout.state_sharers
-        size = own * (self.state.parameter + self.state.gradient + self.state.state)
-        return self.machine.moving_seconds(_OPTIMIZER_TRAFFIC * size)
+        state = self.state
+        moved = _OPTIMIZER_TRAFFIC * (state.parameter + state.gradient + state.state)
+        if state.scales_loss:
+            moved += 2 * state.gradient  # The scaler's division reads and writes them.
+        return self.machine.moving_seconds(own * moved)
 
 
 def split_blocks(costs: Sequence[float], stages: int, stem: float, head: float) -> tuple[int, ...]:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.plan.layout import Layout, StateFormat
 from dlo_plugins.plan.machine import load_machine
+from dlo_plugins.plan.plan_config import read_dtypes
 from dlo_plugins.plan.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.plan.run_memory import profile_run, state_format
 from dlo_plugins.plan.step_time import TimeModel
@@ -40,6 +42,22 @@ def test_activations_are_what_forward_keeps() -> None:
     assert found.parameters == 4 * profile.parameters
     assert found.optimizer == 8 * profile.parameters
     assert found.gradients == 4 * profile.parameters  # Those of the last step, in forward.
+
+
+def test_a_v100_is_planned_in_float16_whose_loss_scale_costs_a_pass_over_the_gradients() -> None:
+    profile, machine = llama(512, 1536, 8, 8, 4, 256, 1000), load_machine("v100")
+    layout = Layout(MeshSpec(dp_shard=4), 4, zero=3)
+    half, brain = (state_format(f"{name}-mixed", fused=False) for name in ("16", "bf16"))
+    with pytest.raises(DloError, match=r"got float16, float32, float64; set trainer\.precision to 16-mixed"):
+        TimeModel(profile, machine, brain).step(layout)
+    both = replace(machine, peak={**machine.peak, "bfloat16": machine.rate("float16")})
+    models = [TimeModel(profile, both, state) for state in (half, brain)]
+    times, (memory, other) = [model.step(layout) for model in models], [MemoryModel(m).largest(layout) for m in models]
+    assert memory == other
+    assert times[0].optimizer == pytest.approx(times[1].optimizer * (2.5 * 16 + 8) / (2.5 * 16))
+    assert replace(times[0], optimizer=times[1].optimizer) == times[1]
+    for precision, gathered in ((16, "float32"), ("bf16", "bfloat16"), ("16-true", None)):  # In a run; a plan sets it.
+        assert read_dtypes({"trainer": {"precision": precision}}, "cuda") == (gathered, None)
 
 
 class _Data:
