@@ -35,6 +35,19 @@ class DloError(ValueError):
     """Error in user input. The message holds the rule, the value, and the fix."""
 
 
+class MissingInput(DloError):
+    """A folder, file or model that this machine lacks; commands that need shapes alone go on without it.
+
+    Args:
+        message: Message for a run, which cannot.
+        what: Path or name.
+    """
+
+    def __init__(self, message: str, what: str = "") -> None:
+        super().__init__(message)
+        self.what = what
+
+
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """Returns the option most similar to ``name``, or None if none is similar."""
     # A YAML key may not be text: it reads `on:` as true.

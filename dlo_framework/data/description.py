@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dlo_framework.config_only import skip_missing
+
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
@@ -24,7 +26,9 @@ class _Description:
         """Returns an attribute of the object."""
         if name not in type(self).__annotations__:
             raise AttributeError(f"no attribute {name!r} is declared by {type(self).__name__}")
-        return getattr(self._owner, name, None)
+        with skip_missing():
+            return getattr(self._owner, name, None)
+        return None
 
 
 class LoaderDescription(_Description):

@@ -11,14 +11,15 @@ from typing import Any
 
 from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.cli.run import prepared_process
+from dlo_framework.config_only import config_only
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes
 from dlo_plugins.plan.machine import load_machine
 
 _HELP = """Find the parallel plan that trains a config's model fastest in a given memory.
 
-No weights are read, and no GPU is needed: the model is profiled on fake tensors, and its times follow from the rates of
-a machine. Only --measure starts processes, on the machine that it measures."""
+No data, weights or GPU are needed: the model is profiled on fake tensors, and its times follow from the rates of a
+machine. Only --measure starts processes, on the machine that it measures."""
 
 _EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override.
 
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
 
     if options.measure is None:
         load_machine(options.machine)  # Before torch is imported.
-    with prepared_process(found):
+    with prepared_process(found), config_only("dlo plan"):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
         from dlo_plugins.plan.plan_report import plan_run, report_json, report_text
 
@@ -143,7 +144,7 @@ def remat(argv: list[str]) -> int:
         value = getattr(options, key)
         check_number(f"remat: --{key.replace('_', '-')}", value, "at least 1", "leave it out")
 
-    with prepared_process(found):
+    with prepared_process(found), config_only("dlo remat"):
         from dlo_plugins.memory.planning import Budget, describe_plan, plan_ranks, to_json
         from dlo_plugins.memory.scheduled_blocks import parse_link
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun

@@ -27,7 +27,7 @@ from dlo_framework.data.remote import (
     read_at,
     scan_tar,
 )
-from dlo_framework.errors import DloError, did_you_mean, nearest, shown_names
+from dlo_framework.errors import DloError, MissingInput, did_you_mean, nearest, shown_names
 from dlo_framework.lock import build_once
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -347,8 +347,9 @@ def find_classes(root: Path | str, storage: Storage) -> list[str]:
         _refuse_removed(root, storage)
         raise DloError(f"root must have train-*.tar or train/*.tar, got {root} without them")
     if not root.is_dir():
-        raise DloError(
-            f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root"
+        raise MissingInput(
+            f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root",
+            str(root),
         )
     names = _listed_classes(root, storage)
     if not (root / "train").is_dir() and names is not None:

@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.config_only import note_missing
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.models.hugging_face import is_conv1d
 from dlo_framework.run.runs import is_first_process
+from dlo_framework.yaml_text import read_yaml
 from dlo_tasks.language import packed_attention
 from dlo_tasks.language.encoder_decoder import default_start_token
 from dlo_tasks.language.text_settings import TextSettings, text_settings
@@ -117,21 +119,25 @@ def check_folder(model: str) -> None:
 def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> PretrainedConfig:
     """Returns the config of a model: from a folder or hub name, or from a dict or JSON file for random weights.
 
+    A command that needs shapes alone gets the public config that dlo ships where neither machine nor hub has it.
+
     Raises:
         DloError: If the config is missing, or its model type or a setting is unknown; with the nearest name.
     """
     require_package("transformers")
-    from transformers import AutoConfig
-
     if model is not None:
         check_folder(model)
-        if not is_folder(model):
-            check_hub_name(model, "model", "config.json")
         try:
-            return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            where = "" if is_folder(model) else f"; {Path.cwd()} has no such folder either"
-            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}{where}") from error
+            return _read_own_config(model)
+        except DloError as error:
+            note = f"weights and tokenizer of {model} (config: the public one that dlo ships)"
+            if is_folder(model) or not note_missing(note):
+                raise
+            public = public_configs().get(model)
+            if public is None:
+                fix = "model.init_args.model: null and model.init_args.config: path/to/config.json"
+                raise DloError(f"{error}; or download its config.json, and set {fix}") from error
+            return _new_config(dict(public["config"]))
     assert config is not None
     if isinstance(config, str):
         try:
@@ -144,6 +150,24 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
             " {model_type: llama, hidden_size: 256}"
         )
     return _new_config(dict(config))
+
+
+def public_configs() -> dict[str, dict[str, Any]]:
+    """Returns `config` and the number of `parameters` of each model that dlo's recipes name, by hub name."""
+    found: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("public_configs.yaml"))
+    return found
+
+
+def _read_own_config(model: str) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    if not is_folder(model):
+        check_hub_name(model, "model", "config.json")
+    try:
+        return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        where = "" if is_folder(model) else f"; {Path.cwd()} has no such folder either"
+        raise DloError(f"model: cannot read the config of {model}: {first_line(error)}{where}") from error
 
 
 def _new_config(settings: dict[str, Any]) -> PretrainedConfig:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, MissingInput, did_you_mean
 
 Kind = Literal["messages", "pair", "text"]
 
@@ -80,13 +80,13 @@ def expand_patterns(patterns: str | Sequence[str], option: str) -> list[Path]:
             matches = sorted(glob.glob(str(path), recursive=True))
             files = [file for match in matches if (file := Path(match)).is_file()]
             if not files:
-                raise DloError(
-                    f"{option} must match a file, got {pattern}, which matches none from {Path.cwd()}; change the glob"
-                )
+                where = f"which matches none from {Path.cwd()}; change the glob"
+                raise MissingInput(f"{option} must match a file, got {pattern}, {where}", pattern)
         else:
             near = path.parent.iterdir() if path.parent.is_dir() else []
             hint = did_you_mean(path.name, [file.name for file in near])
-            raise DloError(f"{option} must name files, got {pattern}, which does not exist (from {Path.cwd()}){hint}")
+            where = f"which does not exist (from {Path.cwd()}){hint}"
+            raise MissingInput(f"{option} must name files, got {pattern}, {where}", pattern)
         found.update(dict.fromkeys(files))
     if not found:
         raise DloError(f"{option} must name at least one file, got an empty list; name one, or remove {option}")

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from dlo_framework.config_only import skip_missing
 from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
 from dlo_framework.data.description import ModuleDescription
 from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
@@ -266,6 +267,7 @@ class TextData(ResumableDataModule):
                 " one prompt per line"
             )
 
+    @skip_missing()
     def check_template(self, source: str) -> None:
         """Checks that the tokenizer has a chat template, if the first record of the files is a conversation.
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dlo_framework.errors import DloError, check_number, did_you_mean
+from dlo_framework.errors import DloError, MissingInput, check_number, did_you_mean
 from dlo_framework.lock import build_once
 from dlo_tasks.language.records import content_hash, read_text
 from dlo_tasks.language.token_cache import cached_file
@@ -52,7 +52,7 @@ def check_hub_name(name: str, option: str, file: str) -> None:
         return
     host = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE:
-        raise DloError(_message(name, option, "HF_HUB_OFFLINE is set"))
+        raise _not_here(name, option, "HF_HUB_OFFLINE is set")
     if urllib.request.getproxies():
         return  # A proxy connects to the hub.
     try:
@@ -60,16 +60,17 @@ def check_hub_name(name: str, option: str, file: str) -> None:
         socket.create_connection((host.hostname or "", port), timeout=_TIMEOUT).close()
     except OSError as error:
         why = f"{constants.ENDPOINT} cannot be reached ({error.strerror or error})"
-        raise DloError(_message(name, option, why)) from error
+        raise _not_here(name, option, why) from error
 
 
-def _message(name: str, option: str, why: str) -> str:
+def _not_here(name: str, option: str, why: str) -> MissingInput:
     folder = Path(name).expanduser()
     near = folder.parent.iterdir() if folder.parent.is_dir() else ()
     hint = did_you_mean(folder.name, [path.name for path in near if path.is_dir()])
-    return (
+    return MissingInput(
         f"{option} must be a folder, or a model of the Hugging Face hub, got {name}: no such folder in {Path.cwd()},"
-        f" it is not in the hub's cache, and {why}{hint or '; set the path of a folder, or connect to the hub'}"
+        f" it is not in the hub's cache, and {why}{hint or '; set the path of a folder, or connect to the hub'}",
+        f"{option} {name}",
     )
 
 
@@ -139,9 +140,10 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else source, trust_remote_code=False)
     except Exception as error:  # Many types: damaged or missing files, a hub that cannot be reached.
-        raise DloError(
+        raise MissingInput(
             f"the tokenizer {source!r} cannot be loaded: {first_line(error)}; set tokenizer to a folder with"
-            " tokenizer.json, or a hub name that can be reached"
+            " tokenizer.json, or a hub name that can be reached",
+            f"tokenizer {source}",
         ) from error
     if not tokenizer.is_fast:
         raise DloError(

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.plan.machine import load_machine, machine_names, parse_machine
+from dlo_plugins.plan.machine import _FOLDER, load_machine, machine_names, parse_machine
 
 
 def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
@@ -16,45 +16,26 @@ def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
         assert all(len(source) > 5 for source in machine.sources.values()), name
 
 
-@pytest.mark.parametrize("key", ["kinds", "links.all_reduce"])
-def test_a_section_that_is_gone_says_what_to_use(key: str) -> None:
-    content = _content()
-    (content["links"] if "." in key else content)[key.rpartition(".")[2]] = {}  # type: ignore[index]
-    with pytest.raises(DloError, match=rf"must have keys of name, .* got {key}; remove it: since 0.2"):
-        parse_machine(content, "mine.yaml")
-
-
-def _content() -> dict[str, object]:
-    from dlo_plugins.plan.machine import _FOLDER
-
-    content: dict[str, object] = yaml.safe_load(_FOLDER.joinpath("h100.yaml").read_text())
-    return content
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        (("links", "node"), "must have links.node"),
-        (("attention", "forward"), "must have attention.forward"),
-        (("accelerator",), "must have peak"),
-        (("links", "network", "latency"), "must have links.network.latency"),
-    ],
-)
-def test_a_missing_constant_is_named(key: tuple[str, ...], message: str) -> None:
-    content = _content()
-    at: dict[str, object] = content
-    for word in key[:-1]:
-        at = at[word]  # type: ignore[assignment]
-    del at[key[-1]]
-    with pytest.raises(DloError, match=message):
-        parse_machine(content, "mine.yaml")
-
-
-def test_a_constant_that_is_not_positive_is_refused() -> None:
-    content = _content()
-    content["bandwidth"] = {"value": "fast", "source": "guess"}
-    with pytest.raises(DloError, match="bandwidth must be a positive number, got 'fast'"):
-        parse_machine(content, "mine.yaml")
+def test_what_a_file_lacks_or_has_too_much_is_named() -> None:
+    text = _FOLDER.joinpath("h100.yaml").read_text()
+    for key, value, message in (
+        (("kinds",), {}, r"must have keys of name, .* got kinds; remove it: since 0.2"),
+        (("links", "all_reduce"), {}, r"must have keys of name, .* got links.all_reduce; remove it: since 0.2"),
+        (("links", "node"), None, "must have links.node"),
+        (("attention", "forward"), None, "must have attention.forward"),
+        (("accelerator",), None, "must have peak"),
+        (("links", "network", "latency"), None, "must have links.network.latency"),
+        (("bandwidth",), {"value": "fast", "source": "guess"}, "bandwidth must be a positive number, got 'fast'"),
+    ):
+        content = yaml.safe_load(text)
+        at = content
+        for word in key[:-1]:
+            at = at[word]
+        at[key[-1]] = value
+        if value is None:
+            del at[key[-1]]
+        with pytest.raises(DloError, match=message):
+            parse_machine(content, "mine.yaml")
 
 
 def test_a_machine_that_extends_another_has_its_constants_but_those_it_sets(tmp_path) -> None:

@@ -56,21 +56,6 @@ def test_dlo_plan_measures_this_machine_and_plans_for_it(tmp_path: Path, capsys:
     assert machine.node.rate(1) < 1e12
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--measure", "60s"], "--measure must come without a value, got 60s"),
-        (["--measure", "--machine", "cpu"], "--measure must come without --machine, got --machine cpu"),
-    ],
-)
-def test_bad_options_are_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.yaml").write_text(CONFIG)
-    assert main(["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_gpu_reserves_what_is_outside_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)

@@ -135,36 +135,12 @@ def test_parts_of_a_run_are_in_the_figures_or_named(
     assert written["init_args"]["bf16_weights"] == "stochastic"
 
 
-PLAIN = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(32, 64), torch.nn.Linear(64, 4)
-    def training_step(self, batch, _):
-        loss = torch.nn.functional.cross_entropy(self.last(self.first(batch[0]).relu()), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-class Data(LightningDataModule):
-    def __init__(self, batch_size: int = 16):
-        super().__init__()
-        self.batch_size = batch_size
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(4, (64,))), self.batch_size)
-"""
-
-
 def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "plain_plan_module.py").write_text(PLAIN)
     config = {
-        "plugins": [str(tmp_path / "plain_plan_module.py")],
+        "plugins": ["support.plain_nets"],
         "trainer": {"accelerator": "cpu", "devices": 2},
-        "model": {"class_path": "plain_plan_module.Net"},
-        "data": {"class_path": "plain_plan_module.Data", "init_args": {"batch_size": 16}},
+        "model": {"class_path": "support.plain_nets.Plain"},
+        "data": {"class_path": "DigitsData", "init_args": {"image_size": 16, "batch_size": 16}},
     }
     path, out = tmp_path / "plain.yaml", tmp_path / "plans"
     path.write_text(yaml.safe_dump(config))
@@ -177,7 +153,7 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
     assert main(["mesh", "--config", str(out / "plan_1.yaml")]) == 0
     capsys.readouterr()
     assert main([*words, "--fix", "pp=2"]) == 2
-    assert "--fix pp must be at most 1 for Net, got 2; leave it out" in capsys.readouterr().err
+    assert "--fix pp must be at most 1 for Plain, got 2; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -188,6 +164,8 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
         (["--gpus", "4", "--nodes", "3"], "--gpus must be divisible by --nodes, got 4 and 3; set --gpus 3"),
         (["--gpus", "4", "--memory", "lots"], "--memory must be a size of at least one byte, got lots"),
         (["--gpus", "4", "--fix", "tp"], "--fix must be KEY=VALUE, got tp"),
+        (["--gpus", "4", "--measure", "60s"], "--measure must come without a value, got 60s"),
+        (["--measure", "--machine", "cpu"], "--measure must come without --machine, got --machine cpu"),
         (["--gpus", "3", "--machine", "cpu", "--fix", "tp=3"], "tp must divide the 4 heads"),
         (["--gpus", "4", "--machine", "cpu", "--fix", "gather=bfloat16"], "--fix gather must be float32"),
         (

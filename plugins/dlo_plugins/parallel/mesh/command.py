@@ -6,6 +6,7 @@ import json
 
 from dlo_framework.cli.config_scan import CommandParser
 from dlo_framework.cli.run import prepared_process
+from dlo_framework.config_only import config_only
 from dlo_framework.errors import check_number
 from dlo_framework.strategy_abilities import ArrangesRanks
 from dlo_framework.strategy_contract import contract_of
@@ -35,14 +36,14 @@ def main(argv: list[str]) -> int:
     options, found = parser.parse_with_run(argv)
     check_number("mesh: --ranks", options.ranks, "at least 1")
 
-    with prepared_process(found):
+    with prepared_process(found), config_only("dlo mesh"):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
 
         run = SimulatedRun(found, options.ranks, "dlo mesh")
-    mesh = contract_of(run.trainer.strategy).ability(ArrangesRanks, "dlo mesh")
-    description = mesh.describe(run.model, run.datamodule)
-    for frozen in run.second_models():
-        twin = frozen.check(run.model, run.datamodule)
-        description = description.beside(mesh.describe(twin, run.datamodule, dtype=frozen.dtype), frozen.offload)
+        mesh = contract_of(run.trainer.strategy).ability(ArrangesRanks, "dlo mesh")
+        description = mesh.describe(run.model, run.datamodule)
+        for frozen in run.second_models():
+            twin = frozen.check(run.model, run.datamodule)
+            description = description.beside(mesh.describe(twin, run.datamodule, dtype=frozen.dtype), frozen.offload)
     print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
     return 0
