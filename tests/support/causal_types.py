@@ -104,6 +104,16 @@ TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT))
 #: What the others that do not train are refused for.
 MASKED_TYPES = tuple(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 REFUSED = {"cpmant": "whose tokens attend to later ones", "reformer": "fails on a few tokens"}
+_MASKED: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": 64, "pad_token_id": 1, "mask_token_id": 63},
+    "esmc": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
+}
+MASKED_REFUSED = {
+    "mra": "must attend to later tokens",  # Its attention is zero without its kernel for GPUs.
+    "neomme": "must attend to later tokens",  # Nor does that of random weights; its head mixes tokens too.
+    "perceiver": "fails on a few tokens",
+}
 _LAYERED = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "indexer_types")
 
 
@@ -125,7 +135,9 @@ def tiny(model_type: str, dropout: bool = True, **more: Any) -> dict[str, Any]:
 
 def tiny_masked(model_type: str, dropout: bool = True, **more: Any) -> dict[str, Any]:
     """Returns the config of a type's tiny model, as `MaskedLM` takes it."""
-    return tiny(model_type, dropout, **({"is_decoder": False} if model_type in _ENCODERS else {}), **more)
+    settings = tiny(model_type, dropout)
+    both_ways = {name: False for name in ("is_decoder", "causal") if settings.get(name)}
+    return settings | both_ways | _MASKED.get(model_type, {}) | more
 
 
 def _shrink(settings: dict[str, Any], dropout: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework.data import Draw
@@ -15,7 +16,7 @@ from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.masked_data import MaskedTextData
 from dlo_tasks.language.masked_lm import MaskedLM
 from dlo_tasks.language.text_data import TextData
-from support.causal_types import tiny, tiny_masked
+from support.causal_types import MASKED_REFUSED, MASKED_TYPES, tiny, tiny_masked
 from support.trainers import quiet_trainer
 
 TEXTS = ["the cat sat on the mat", "a dog", "unbelievable stories of the unforgettable", "one two three four five six"]
@@ -187,3 +188,38 @@ def test_what_does_not_fit_is_refused_before_it_trains(tokenizer: Path, tmp_path
     data = data_of(tokenizer, predict_files=str(tmp_path / "holes.txt"))
     with pytest.raises(DloError, match=r"mask token \[MASK\] in each text, got 'a dog'"):
         data.setup("predict")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MASKED_TYPES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_type_trains_on_padded_rows_with_the_loss_of_transformers_or_is_refused(kind: str) -> None:
+    seed_everything(0, verbose=False)
+    task = MaskedLM(config=tiny_masked(kind, dropout=False))
+    if kind in MASKED_REFUSED:
+        with pytest.raises(DloError, match=MASKED_REFUSED[kind]):
+            task.configure_model()
+        return
+    task.configure_model()
+    draw = torch.Generator().manual_seed(1)
+    ids, lengths = torch.randint(3, 60, (4, 16), generator=draw), torch.tensor([16, 11, 7, 16])
+    used = torch.arange(16) < lengths[:, None]
+    chosen = used & (torch.rand(4, 16, generator=draw) < 0.3)
+    batch = {"input_ids": ids * used, "attention_mask": used.long(), "labels": ids.where(chosen, torch.tensor(-100))}
+    losses = []
+    for _ in range(2):
+        args, inputs = task.inputs(batch)
+        loss = task.loss(task(*args, **inputs), batch)
+        output: Any = task.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        assert float(loss) == pytest.approx(
+            float(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())), 1e-5
+        )
+        loss.backward()
+        losses.append(float(loss))
+        with torch.no_grad():
+            for parameter in task.model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+                    parameter.grad = None
+    assert losses[1] < losses[0]

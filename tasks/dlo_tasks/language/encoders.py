@@ -88,8 +88,8 @@ def _check_bidirectional(model: PreTrainedModel) -> None:
     first, other = encode(model, input_ids=rows)[:, :2].float()
     if torch.equal(first, other):
         raise DloError(
-            f"model must attend to later tokens for MaskedLM, got {type(model).__name__}, which is causal; set"
-            " config.is_decoder: false, or train it as a CausalLM"
+            f"model must attend to later tokens for MaskedLM, got {type(model).__name__}, whose output at a token does"
+            " not change with a later one; set config.is_decoder: false, or train it as a CausalLM"
         )
 
 
