@@ -122,8 +122,9 @@ def code() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    """Returns the pages, README and CONTRIBUTING."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Returns the English pages, README and CONTRIBUTING."""
+    english = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.name.endswith(".fr.md")]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *english]
 
 
 def findings() -> Iterator[str]:

@@ -32,9 +32,12 @@ def test_slurm_accepts_the_scripts(dlo, script):
         dlo("configs", name)
 
 
-def test_jean_zay_accepts_what_the_script_says():
-    lines = re.findall(r"sbatch (.+?) jean_zay\.sbatch", JEAN_ZAY.read_text())
-    assert len(lines) == 3
+def test_jean_zay_accepts_what_the_script_and_the_guide_say():
+    pages = [path.read_text() for path in sorted((JEAN_ZAY.parents[2] / "docs/guides").glob("idris*.md"))]
+    french, english = (re.findall(r"^\$ .+", page, re.M) for page in pages)
+    assert french == english
+    lines = re.findall(r"sbatch (.+?) \S*jean_zay\.sbatch", JEAN_ZAY.read_text() + pages[1])
+    assert len(lines) >= 6
     for line in lines:
         slurm_standin.check_job([*line.split(), str(JEAN_ZAY)], "jean-zay")
 

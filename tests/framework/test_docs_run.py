@@ -22,6 +22,7 @@ import yaml
 from support.dlo_process import DloProcess
 from support.doc_folder import fill_folder, in_small, is_text
 from support.doc_pages import ROOT, Block, read_blocks
+from support.slurm_standin import read_options
 
 #: Modules that runs need, imported here and not by each process.
 for name in ("deepspeed.strategy", "parallel.mesh.strategy", "parallel.zero.strategy"):
@@ -30,6 +31,7 @@ for name in ("imagenet.classifier", "imagenet.digits", "language.causal_lm", "la
     importlib.import_module(f"dlo_tasks.{name}")
 
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+PAGES.pop("docs/guides/idris.fr.md")  # It has the English page's commands.
 
 TRAIN = "--trainer.max_epochs 1 --trainer.limit_train_batches 2 --trainer.limit_val_batches 1"
 TRAIN += " --trainer.val_check_interval 1.0 --trainer.log_every_n_steps 1"
@@ -110,6 +112,9 @@ class Reader:
             done = subprocess.run(line, cwd=self.folder, env=self.environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
             ran.append(where)
+        elif program == "sbatch":
+            self.dlo(["fit", *read_options(words)[1][1:], "--print_config"])
+            checked[where] = "a cluster"
         elif "fit" in words:
             self.dlo([*(word for word in words[words.index("fit") :] if word != "--deepspeed"), "--print_config"])
             checked[where] = f"{program}, of a cluster or a GPU"
@@ -123,7 +128,7 @@ class Reader:
         reason = marker[1] if marker else "a GPU" if trainer.get("accelerator") == "gpu" else None
         if words[:2] != ["sweep", "report"] and "--dry-run" not in words:
             short = SHORT.get(words[0], "")
-            if "DynamicBatchSize" in text:
+            if re.search("DynamicBatchSize|digits/race", text):
                 short = short.replace("--trainer.limit_train_batches 2", "")
             words = [*words, *short.split()]
         if "--data.init_args.root" in words:

@@ -17,8 +17,8 @@ from support.token_files import npy, write_megatron, write_tar
 #: Names of the pages, and the small model or folder that replaces each.
 SMALL = {
     r"Qwen/[\w.-]*A3B|mistralai/[\w.-]+": "small_mixture",
-    r"(/models|meta-llama|Qwen)/[\w.-]+": "small_model",
-    r"/data/(imagenet|chats|pairs|books)": r"\1",
+    r"(/models|(\$DSDIR/HuggingFace_Models/)?meta-llama|Qwen)/[\w.-]+": "small_model",
+    r"(?:/data|\$DSDIR)/(imagenet|chats|pairs|books)": r"\1",
     r"s3://bucket/web-images": "imagenet",
     r"pretrained: true": "pretrained: false",
     r"s3://bucket/web/": "shards",
