@@ -66,7 +66,7 @@ def constant(epochs: int) -> str:
     config = yaml.safe_load(RACE.read_text())
     config["trainer"]["max_epochs"] = epochs
     config["trainer"]["callbacks"] = [
-        {"class_path": "LRFinder"},
+        {"class_path": "LRFinder", "init_args": {"suggestion": "valley"}},
         {"class_path": "TimeToTarget", "init_args": {"metric": "val_acc1", "target": TARGET}},
     ]
     config["data"]["init_args"]["batch_size"] = 64

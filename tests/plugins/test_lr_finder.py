@@ -21,6 +21,7 @@ from dlo_plugins.schedules.lr_finder import (
     SUGGESTIONS,
     LRFinder,
     Sweep,
+    find_doubts,
     set_learning_rate,
     slide,
     steep,
@@ -108,8 +109,8 @@ def test_the_rate_is_set_for_all_groups_in_their_ratio(tmp_path, capsys):
     for rates, expected in zip(swept, sweep_rates(1e-7, 10, 30), strict=False):
         assert rates == pytest.approx([expected, expected / 2])
     assert trained == [pytest.approx([finder.lr, finder.lr / 2])] * 14
-    assert finder.lr == finder.suggestions["valley"]
-    assert f"valley   {finder.lr:.3g} <- used" in capsys.readouterr().out
+    assert finder.lr == finder.suggestions["minimum"]
+    assert f"minimum  {finder.lr:.3g} <- used" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_a_loss_that_diverges_at_once_is_told(tmp_path):
     assert (tmp_path / "lr_find.png").exists(), "the curve shows why"
 
 
-@pytest.mark.parametrize("suggestion", ["raises_at_each_curve", "valley"])
+@pytest.mark.parametrize("suggestion", ["raises_at_each_curve", "minimum"])
 def test_a_suggestion_that_raises_leaves_the_report_of_the_sweep(tmp_path, capsys, monkeypatch, suggestion):
     isolate_named_sets(monkeypatch)
 
@@ -279,13 +280,13 @@ def test_a_suggestion_that_raises_leaves_the_report_of_the_sweep(tmp_path, capsy
         raise KeyError("x")
 
     message = "suggestion raises_at_each_curve must return a positive rate or None, got KeyError: 'x'; correct"
-    chosen = suggestion != "valley"
+    chosen = suggestion != "minimum"
     with pytest.raises(DloError, match=message) if chosen else pytest.warns(UserWarning, match=message):
         fit(tmp_path, LRFinder(num_steps=30, suggestion=suggestion))
     found = json.loads((tmp_path / "lr_find.json").read_text())["suggestions"]
     lines = capsys.readouterr().out.splitlines()
     assert f"  {'raises_at_each_curve':<22}none" in lines
-    assert f"  {'valley':<22}{found['valley']:.3g}{'' if chosen else ' <- used'}" in lines
+    assert f"  {'minimum':<22}{found['minimum']:.3g}{'' if chosen else ' <- used'}" in lines
     assert f"  {'curve':<22}{tmp_path / 'lr_find.png'}" in lines
 
 
@@ -311,6 +312,24 @@ def test_it_stops_at_nan_and_infinity_and_at_its_last_step():
 
 
 RATES = sweep_rates(1e-6, 1, 61)  # ten a decade
+FALLING = [3.0] * 15 + [3.0 - 0.2 * step for step in range(15)] + [9.0] * 11
+
+
+@pytest.mark.parametrize(
+    ("losses", "used", "others", "reason"),
+    [
+        (FALLING, 20, (10, 25), ""),
+        (FALLING, 20, (4, 35), ""),  # The first rate that counts: only noise put it there.
+        (FALLING, 20, (9, 34), "the suggestions differ by a factor of 316: compare short runs"),
+        (FALLING, 4, (), "it is at an end of the sweep: use another suggestion"),
+        ([2.0] * 41, 20, (), "the loss fell by 0, and scatters by 0: use a larger batch"),
+        ([3.0 - 0.05 * step for step in range(41)], 20, (), "the loss still fell at the highest rate: raise max_lr"),
+    ],
+)
+def test_a_suggestion_that_is_not_to_be_trusted_says_why(losses, used, others, reason):
+    sweep = Sweep(41, rates=RATES[:41], losses=losses, smoothed=losses)
+    found = find_doubts(sweep, {str(at): RATES[at] for at in (used, *others)}, RATES[used])
+    assert found.startswith(reason) if reason else found == ""
 
 
 def published_valley(losses):

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,8 @@ class LRFinder(BeforeTraining):
     The sweep runs ``num_steps`` optimizer steps on real batches, with the run's own optimizer and parameter groups,
     strategy, precision, clipping and accumulation. Then all state is restored bit for bit, including random numbers and
     the position in the data, and training begins as without a sweep, except for the rate. The groups keep their ratios;
-    a scheduler follows, as does OneCycle. A resumed run does not sweep again.
+    a scheduler follows, as does OneCycle. A resumed run does not sweep again. A warning says when the curve gives no
+    reason to trust the rate: see :func:`find_doubts`.
 
     The run's folder gets ``lr_find.png``, the curve with all suggestions (loggers of images show it too), and
     ``lr_find.json`` with its points. ``dlo lr-find`` runs only the sweep.
@@ -67,9 +68,9 @@ class LRFinder(BeforeTraining):
         min_lr: First learning rate, of the parameter group with the highest rate.
         max_lr: Last learning rate.
         num_steps: Number of optimizer steps between the two, by equal factors.
-        suggestion: Method: ``valley`` (in the longest falling stretch), ``steep`` (where the loss falls fastest),
-            ``minimum`` (a tenth of the rate with the lowest loss), ``slide`` (before the loss bends upwards), or one
-            that a file under ``plugins:`` or an installed package registers.
+        suggestion: Method: ``minimum`` (a tenth of the rate with the lowest loss), ``valley`` (in the longest falling
+            stretch), ``steep`` (where the loss falls fastest), ``slide`` (before the loss bends upwards), or one that a
+            file under ``plugins:`` or an installed package registers.
         beta: Weight of the past in the smoothed loss.
         stop_factor: Factor over its lowest value at which the smoothed loss ends the sweep; a NaN ends it too.
         apply: Whether to set the rate that was found; False only reports it.
@@ -89,7 +90,7 @@ class LRFinder(BeforeTraining):
         min_lr: float = 1e-7,
         max_lr: float = 10.0,
         num_steps: int = 100,
-        suggestion: str = "valley",
+        suggestion: str = "minimum",
         beta: float = 0.98,
         stop_factor: float = 4.0,
         apply: bool = True,
@@ -133,6 +134,9 @@ class LRFinder(BeforeTraining):
             raise chosen
         if self.lr is None:
             raise DloError(self._too_short(sweep))
+        doubts = find_doubts(sweep, self.suggestions, self.lr)
+        if doubts:
+            rank_zero_warn(f"LRFinder: {self.suggestion}'s {self.lr:.3g} may be wrong, see the curve: {doubts}")
         if self.apply:
             set_learning_rate(trainer, self.lr)
 
@@ -298,7 +302,7 @@ def sweep_rates(min_lr: float, max_lr: float, steps: int) -> list[float]:
 #: Function that suggests a rate from the rates of a curve, ascending, and the smoothed losses; None if it cannot.
 Suggest = Callable[[Sequence[float], Sequence[float]], float | None]
 
-#: Methods that suggest a rate, by the name that ``LRFinder.suggestion`` has; the first is the default.
+#: Methods that suggest a rate, by the name that ``LRFinder.suggestion`` has.
 SUGGESTIONS: NamedFunctions[Suggest] = NamedFunctions("LRFinder suggestion", "dlo_framework.lr_suggestions")
 
 
@@ -439,6 +443,37 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[dict[str, 
             rule = f"suggestion {name} must return a positive rate or None"
             errors[name] = DloError(f"{rule}, got {problem}; correct {method.__module__}")
     return found, errors
+
+
+#: Factor between suggestions above which they contradict each other.
+LARGEST_SPREAD = 100.0
+
+
+def find_doubts(sweep: Sweep, suggestions: Mapping[str, float | None], lr: float) -> str:
+    """Returns why a suggestion is not to be trusted, each reason with what to do; empty without one.
+
+    The smoothed loss fell less than the losses scatter; the rate is at an end of those that count; the loss still
+    fell at the highest rate; or the suggestions contradict each other, without those at an end.
+
+    Args:
+        sweep: Complete sweep.
+        suggestions: Rates by method.
+        lr: Rate that is used.
+    """
+    rates, smoothed = sweep.trimmed()
+    best, found = int(np.argmin(smoothed)), []
+    until = sweep.losses[: max(best, FEWEST_STEPS)]
+    scatter, fall = float(np.std(np.diff(until))) / math.sqrt(2), smoothed[0] - smoothed[best]
+    if fall <= scatter:
+        found.append(f"the loss fell by {fall:.2g}, and scatters by {scatter:.2g}: use a larger batch, check the data")
+    if not rates[0] < lr < rates[-1]:
+        found.append("it is at an end of the sweep: use another suggestion, or set min_lr and max_lr")
+    if best == len(rates) - 1 and sweep.stopped is None:
+        found.append("the loss still fell at the highest rate: raise max_lr")
+    inner = [rate for rate in suggestions.values() if rate is not None and rates[0] < rate < rates[-1]]
+    if inner and max(inner) > LARGEST_SPREAD * min(inner):
+        found.append(f"the suggestions differ by a factor of {max(inner) / min(inner):.0f}: compare short runs")
+    return "; ".join(found)
 
 
 def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
