@@ -19,8 +19,12 @@ from dlo_tasks.language import language_models
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.generation import Sampling
+from dlo_tasks.language.masked_data import MaskedTextData
+from dlo_tasks.language.masked_lm import MaskedLM
 from dlo_tasks.language.preference_data import PreferenceData
 from dlo_tasks.language.preference_lm import PreferenceLM
+from dlo_tasks.language.seq2seq_data import Seq2SeqData
+from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from dlo_tasks.language.text_data import TextData
 from support.simulated_ranks import simulate_ranks
 
@@ -29,7 +33,10 @@ pytestmark = pytest.mark.recipes
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Classes of the recipes' tasks and data.
-CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
+CLASSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (CausalLM, MaskedLM, PreferenceLM, Seq2SeqLM, TextData, MaskedTextData, PreferenceData, Seq2SeqData)
+}
 #: Sizes of the models of 4-bit recipes, as their config.json has them.
 SIZES: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B-Instruct": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -68,7 +75,8 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
     if given.get("optimizer") == "OneBitAdam":
         importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
     arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
-    arguments["sampling"] = Sampling(**given["sampling"]) if "sampling" in given else None
+    if "sampling" in given:
+        arguments["sampling"] = Sampling(**given["sampling"])
     if "reference" in given:
         arguments["reference"] = FrozenModel(task=CausalLM(**given["reference"]["task"]["init_args"]))
     if "attention" in given:

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
+from transformers import AutoModelForSeq2SeqLM
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import default_dtype
 from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling
+from dlo_tasks.language.model_folders import write_folder
 from dlo_tasks.language.seq2seq_data import Seq2SeqData
 from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from dlo_tasks.language.span_corruption import SpanCorruption, find_sentinels
@@ -144,3 +148,43 @@ def test_data_of_another_kind_of_model_are_refused(make: Any) -> None:
         CausalLM(config={"model_type": "gpt2"}).check(make())
     with pytest.raises(DloError, match=r"data must have targets for Seq2SeqLM, got those for CausalLM; set"):
         Seq2SeqLM(config=seq2seq_config("t5")).check(TextData())
+
+
+class SavesAt3(Seq2SeqLM):
+    """Saves a checkpoint after the third step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3:
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "at_3.ckpt")
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(make: Any, tmp_path: Path, family: str) -> None:
+    """The spans of the rest of the epoch are those of the interrupted run; the folder has the weights."""
+    config, weights = seq2seq_config(family), []
+    del config["vocab_size"]
+    for checkpoint in (None, tmp_path / "at_3.ckpt"):
+        seed_everything(0, verbose=False)
+        task = SavesAt3(config=config, schedule="constant")
+        trainer = quiet_trainer(max_steps=5, default_root_dir=tmp_path)
+        data = make([{"text": text} for text in sentences(60)], target_len=None)
+        trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+        weights.append(task.state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    write_folder(torch.load(tmp_path / "end.ckpt", weights_only=False), tmp_path / "folder")
+    read = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "folder")
+    ids = torch.randint(3, 300, (2, 9))
+    logits = [one.eval()(input_ids=ids, decoder_input_ids=ids).logits for one in (task.model, read)]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+    assert read.config.decoder_start_token_id == task.config.decoder_start_token_id
+
+
+def test_targets_are_written_for_the_sources_of_a_file(make: Any, tmp_path: Path) -> None:
+    file = lines(tmp_path / "sources.jsonl", {"source": "the loss"}, {"source": "a"})
+    data = make(predict_files=str(file))
+    task = Seq2SeqLM(config=seq2seq_config("bart", vocab_size=450), sampling=Sampling(max_new_tokens=4))
+    found: Any = quiet_trainer().predict(task, datamodule=data)
+    rows = data.prediction_rows([row for batch in found for row in batch])
+    assert [row["prompt"] for row in rows] == ["the loss", "a"]
+    assert all(1 <= len(row["tokens"]) <= 4 for row in found[0])

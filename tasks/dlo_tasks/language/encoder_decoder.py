@@ -50,12 +50,15 @@ def set_start_token(config: Any, *, trained: bool) -> None:
 def default_start_token(config: Any) -> int | None:
     """Returns the start token of a model with random weights: the token that is it by the family's defaults.
 
-    That is the end-of-text token of BART, and the padding token of T5 and of families without a default.
+    That is the end-of-text token of BART. Families without a default have the padding token, as T5, or T5Gemma's
+    beginning-of-text token.
     """
     family = type(config)()
     start = getattr(family, "decoder_start_token_id", None)
-    names = ("pad_token_id", "eos_token_id", "bos_token_id")
+    names = ["pad_token_id", "eos_token_id", "bos_token_id"]
     own = [name for name in names if start is not None and getattr(family, name, None) == start]
+    if "decoder" in config.sub_configs:
+        config, names = config.decoder, names[::-1]
     return next((token for name in (*own, *names) if (token := getattr(config, name, None)) is not None), None)
 
 
@@ -86,7 +89,7 @@ def decoder_states(
 ) -> Tensor:
     """Returns the decoder's hidden states, `[B, T, D]`, from which the output projection computes the logits.
 
-    T5's are scaled, as in transformers (5.24), where its embedding is also the head.
+    Those of T5 and Switch Transformers are scaled, as in transformers (5.24), where the embedding is also the head.
 
     Args:
         model: Model with an encoder and a decoder.
@@ -108,8 +111,9 @@ def decoder_states(
         encoder_attention_mask=masks[2],
         use_cache=False,
     )[0]
-    scaled = getattr(model.config, "scale_decoder_outputs", False)
-    return found * model.config.d_model**-0.5 if scaled else found
+    config: Any = model.config
+    switch = config.model_type == "switch_transformers" and config.tie_word_embeddings
+    return found * config.d_model**-0.5 if switch or getattr(config, "scale_decoder_outputs", False) else found
 
 
 def segment_masks(model: PreTrainedModel, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -224,16 +224,22 @@ def probe_encoder_decoder(model: PreTrainedModel) -> Traits:
             inputs = {"input_ids": rows, "decoder_input_ids": rows[:, :4]}
             found = decoder_states(tried, **inputs)
             projects = _is_head_of(tried, found, language_models.logits(tried, **inputs))
-            apart = False
-            if projects and not is_flash(tried):
-                source, target = torch.tensor([[1, 1, 2, 2, 2, 0]] * 2), torch.tensor([[1, 2, 2, 0]] * 2)
-                packed = decoder_states(tried, **inputs, encoder_segment_ids=source, decoder_segment_ids=target)
-                apart = near(packed[:, 1:3], decoder_states(tried, rows[:, 2:5], rows[:, 1:3]))
+            apart = projects and not is_flash(tried) and _segments_keep_apart(tried, rows)
             return Traits(isolates_documents=apart, positions_from_0=True, has_linear_head=projects)
     except FORWARD_FAILURES:  # such as a decoder that takes its inputs by other names
         return Traits(isolates_documents=False, positions_from_0=True, has_linear_head=False)
     finally:
         tried.train(was_training)
+
+
+def _segments_keep_apart(model: PreTrainedModel, rows: Tensor) -> bool:
+    """Returns whether segment ids keep pairs of packed rows apart, in both stacks and between them."""
+    source, target = torch.tensor([[1, 1, 2, 2, 2, 0]] * 2), torch.tensor([[1, 2, 2, 0]] * 2)
+    try:
+        packed = decoder_states(model, rows, rows[:, :4], encoder_segment_ids=source, decoder_segment_ids=target)
+        return near(packed[:, 1:3], decoder_states(model, rows[:, 2:5], rows[:, 1:3]))
+    except FORWARD_FAILURES:  # such as LED's attention, whose mask has two dims
+        return False
 
 
 def ordinary_tokens(model: PreTrainedModel) -> list[int]:

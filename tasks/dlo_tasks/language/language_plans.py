@@ -102,11 +102,19 @@ _MLPS: tuple[dict[str, Rule], ...] = (
 )
 
 
+#: Families whose attentions and MLPs compute with these projections alone; rules of others are inferred and proved.
+_PLAIN_STACKS = frozenset(
+    {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "nllb-moe"}
+    | {"pegasus", "plbart", "seamless_m4t", "seamless_m4t_v2", "t5", "umt5"}
+)
+
+
 def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
     """Returns the parallel plan of an encoder-decoder language model.
 
     Blocks are those of the encoder, then those of the decoder. Attentions and MLPs with the projections of T5 or BART
-    have tensor rules. The stem is everything else but the decoder's last norm and the output projection.
+    have tensor rules, in the families that were compared with one process. The stem is everything else but the
+    decoder's last norm and the output projection.
     """
     own: Any = model
     stacks = [own.get_encoder(), own.get_decoder()]
@@ -127,7 +135,8 @@ def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
                 attention[pattern] = None
                 if "o" in children:
                     widths[pattern] = model.config.d_kv
-            rules = next((rules for rules in (*_ATTENTIONS, *_MLPS) if set(rules) <= children), {})
+            known = (*_ATTENTIONS, *_MLPS) if model.config.model_type in _PLAIN_STACKS else ()
+            rules = next((rules for rules in known if set(rules) <= children), {})
             tensor |= {f"{pattern}.{child}": rule for child, rule in rules.items()}
             if rules in _MLPS and pattern == f"{name}.*":  # BART's MLP is the block itself.
                 norms = [child for child, norm in module.named_children() if "Norm" in type(norm).__name__]
