@@ -298,13 +298,10 @@ def fed(losses, **options):
     return sweep
 
 
-def test_it_stops_above_four_times_the_best():
+def test_it_stops_above_four_times_the_best_at_nan_and_infinity_and_at_its_last_step():
     assert fed([2.0, 1.0, 4.0, 4.001, 1.0]).losses == [2.0, 1.0, 4.0, 4.001]
     assert "above 4 x 1" in fed([2.0, 1.0, 4.001]).stopped
     assert fed([2.0, 1.0, 3.0, 3.1, 1.0], stop_factor=3.0).losses[-1] == 3.1
-
-
-def test_it_stops_at_nan_and_infinity_and_at_its_last_step():
     assert fed([1.0, math.nan, 1.0]).stopped == "the loss became nan"
     assert fed([1.0, math.inf, 1.0]).stopped == "the loss became inf"
     whole = fed([1.0] * 10, steps=4)

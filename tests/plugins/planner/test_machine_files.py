@@ -45,10 +45,3 @@ def test_a_machine_that_extends_another_has_its_constants_but_those_it_sets(tmp_
     mine, base = load_machine(str(tmp_path / "mine.yaml")), load_machine("a100")
     assert (mine.network.rate(2), mine.network.latency) == (5e9, base.network.latency)
     assert (mine.peak, mine.host.memory, mine.node) == ({"bfloat16": 3e14}, 51e9, base.node)
-
-
-def test_an_unknown_machine_gets_the_nearest_match() -> None:
-    with pytest.raises(DloError, match="did you mean 'h100'"):
-        load_machine("h10")
-    with pytest.raises(DloError, match="must be a file that exists"):
-        load_machine("absent.yaml")

@@ -160,6 +160,7 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
     ("words", "message"),
     [
         (["--gpus", "4", "--machine", "h10"], "did you mean 'h100'"),
+        (["--gpus", "4", "--machine", "absent.yaml"], "must be a file that exists"),
         (["--gpus", "0"], "--gpus must be at least 1, got 0"),
         (["--gpus", "4", "--nodes", "3"], "--gpus must be divisible by --nodes, got 4 and 3; set --gpus 3"),
         (["--gpus", "4", "--memory", "lots"], "--memory must be a size of at least one byte, got lots"),
