@@ -18,6 +18,7 @@ from torch import Tensor
 from dlo_framework.errors import DloError
 from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.chat import encode_without_end
+from dlo_tasks.language.text_settings import text_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ def set_start_token(config: Any, *, trained: bool) -> None:
             "config.model_type must be an encoder-decoder for Seq2SeqLM, such as t5 or bart, got"
             f" {config.model_type}; use CausalLM or MaskedLM"
         )
-    if getattr(config, "decoder_start_token_id", None) is None:
+    if text_settings(config).decoder_start_token_id is None:
         config.decoder_start_token_id = None if trained else default_start_token(config)
     if config.decoder_start_token_id is None:
         raise DloError(
@@ -54,7 +55,7 @@ def default_start_token(config: Any) -> int | None:
     beginning-of-text token.
     """
     family = type(config)()
-    start = getattr(family, "decoder_start_token_id", None)
+    start = text_settings(family).decoder_start_token_id
     names = ["pad_token_id", "eos_token_id", "bos_token_id"]
     own = [name for name in names if start is not None and getattr(family, name, None) == start]
     if "decoder" in config.sub_configs:
@@ -113,7 +114,7 @@ def decoder_states(
     )[0]
     config: Any = model.config
     switch = config.model_type == "switch_transformers" and config.tie_word_embeddings
-    return found * config.d_model**-0.5 if switch or getattr(config, "scale_decoder_outputs", False) else found
+    return found * config.d_model**-0.5 if switch or text_settings(config).scale_decoder_outputs else found
 
 
 def segment_masks(model: PreTrainedModel, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

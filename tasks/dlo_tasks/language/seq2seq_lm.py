@@ -18,6 +18,7 @@ from dlo_tasks.language.generation import check_generation_length, check_windows
 from dlo_tasks.language.generative_lm import GenerativeLM
 from dlo_tasks.language.language_models import ModelKind
 from dlo_tasks.language.language_plans import encoder_decoder_plan
+from dlo_tasks.language.text_settings import text_settings
 from dlo_tasks.language.tokenizer import find_filler_id
 
 
@@ -113,7 +114,7 @@ class Seq2SeqLM(GenerativeLM):
             found["decoder_input_ids"] = shift_right(
                 batch["labels"],
                 config.decoder_start_token_id,
-                getattr(config, "pad_token_id", None) or 0,
+                text_settings(config).pad_token_id or 0,
                 found.get("decoder_segment_ids"),
             )
         return (), found

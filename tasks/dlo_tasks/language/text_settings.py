@@ -32,6 +32,9 @@ class TextSettings:
         hidden_size: Width of the model.
         rope_parameters: Options of rotary positions, or those of each type of layer.
         activation_sparsity_pattern: Share of zeros among the activations of each block's MLP (Gemma 3n).
+        decoder_start_token_id: Token with which an encoder-decoder's targets begin.
+        pad_token_id: Padding token.
+        scale_decoder_outputs: Whether the decoder's outputs are scaled before the head (T5).
         rescale_every: Number of blocks between the divisions of weights in evaluation (RWKV).
     """
 
@@ -52,6 +55,9 @@ class TextSettings:
     hidden_size: int = 0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     activation_sparsity_pattern: Sequence[float] = ()
+    decoder_start_token_id: int | None = None
+    pad_token_id: int | None = None
+    scale_decoder_outputs: bool = False
     rescale_every: int = 0
 
 
