@@ -230,7 +230,7 @@ class Masking(NamedTuple):
             first: Whether a token is the first of its document, bool [T].
             count: Number of tokens to choose.
             seed: Seed of the sample.
-            words: Where words begin.
+            words: Beginnings of words.
         """
         if not self.whole_words:
             return np.argsort(uniform(np.arange(len(ids)), seed, _CHOICE), kind="stable")[:count]
@@ -261,7 +261,7 @@ class SpecialTokens(NamedTuple):
         before: Ids before each piece of a document.
         after: Ids after each piece.
         ordinary: Ids that are not special, int64.
-        words: Where words begin.
+        words: Beginnings of words.
     """
 
     mask: int

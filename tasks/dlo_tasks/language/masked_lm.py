@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dlo_framework.data.description import DataDescription
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention import Attention
+from dlo_framework.plan import ParallelPlan
 from dlo_framework.strategy_abilities import mesh_spec
 from dlo_framework.strategy_contract import contract_of
 from dlo_tasks.language import batches, encoders
@@ -72,6 +74,10 @@ class MaskedLM(LanguageModel):
 
     def _probe(self, model: Any) -> EncoderTraits:
         return encoders.probe_encoder(model)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Returns the parallel plan of the model's family, without attention that ranks could share."""
+        return replace(super().parallel_plan(), attention=())
 
     @property
     def head(self) -> VocabularyHead:

@@ -35,7 +35,7 @@ class VocabularyHead:
         module: Projection, `[N, D]` to `[N, V]`.
         scale: Factor of the projection's output (Cohere, Granite).
         softcap: Soft bound of the logits (Gemma 2: 30); None for no bound.
-        stage: What the head computes before its projection, of the tokens with a target alone (BERT); None for nothing.
+        stage: Part of the head before its projection (BERT), for the tokens with a target alone; None without one.
             See :func:`dlo_tasks.language.vocabulary_loss.enter_stage`.
     """
 
