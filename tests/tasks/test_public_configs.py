@@ -29,8 +29,9 @@ def test_each_model_that_a_recipe_or_a_page_names_has_its_published_size() -> No
     named = {name for page in pages for name in re.findall(r"\bmodel: ([\w-]+/[\w.-]+)", page.read_text())}
     assert named <= set(public_configs())
     for name, public in public_configs().items():
+        kind = "seq2seq" if public["config"]["model_type"] == "t5" else "causal"
         with config_only("dlo plan"), torch.device("meta"):
-            model = build_model(None, read_config(name, None), dtype=torch.bfloat16, attention=None)
+            model = build_model(None, read_config(name, None), kind, dtype=torch.bfloat16, attention=None)
         assert sum(parameter.numel() for parameter in model.parameters()) == public["parameters"], name
 
 
