@@ -37,12 +37,16 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a constructor; ``type`` and ``default`` are source text, and without a default it is required."""
+    """Parameter of a constructor; ``type`` and ``default`` are source text, and without a default it is required.
+
+    ``module`` is the module in whose source it is, which knows the names in ``type``.
+    """
 
     name: str
     type: str
     default: str | None
     doc: str
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -398,7 +402,7 @@ class _Class:
             if "ClassVar" in annotation:
                 continue
             default = _field_default(node.value, self.home)
-            fields[node.target.id] = Parameter(node.target.id, annotation, default, "")
+            fields[node.target.id] = Parameter(node.target.id, annotation, default, "", self.home.name)
         return list(fields.values())
 
     def _documented(self, parameters: list[Parameter], init_doc: str = "") -> list[Parameter]:
@@ -417,7 +421,9 @@ def _signature(init: ast.FunctionDef, home: _Module) -> list[Parameter]:
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     pairs = list(zip(positional, [*defaults, *arguments.defaults], strict=True))[1:]  # Without self.
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return [Parameter(a.arg, _annotation(a), home.show_value(d) if d is not None else None, "") for a, d in pairs]
+    return [
+        Parameter(a.arg, _annotation(a), home.show_value(d) if d is not None else None, "", home.name) for a, d in pairs
+    ]
 
 
 def _annotation(argument: ast.arg) -> str:

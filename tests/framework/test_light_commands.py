@@ -79,7 +79,7 @@ def test_the_help_of_a_run_is_one_screen(command: str, capsys: pytest.CaptureFix
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 104
     text = " ".join(" ".join(lines).split())
-    assert "CausalLM, ImageClassifier, PreferenceLM" in text
-    assert "DigitsData, ImageFolderData, PreferenceData, TextData" in text
+    assert "CausalLM, ImageClassifier, MaskedLM, PreferenceLM, Seq2SeqLM" in text
+    assert "DigitsData, ImageFolderData, MaskedTextData, PreferenceData, Seq2SeqData, TextData" in text
     assert "auto, ddp, deepspeed, fsdp, hsdp, mesh, zero1, zero2, zero3" in text
     assert ("last, best, or auto" in text) == (command == "fit")

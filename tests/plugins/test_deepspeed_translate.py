@@ -123,11 +123,11 @@ def test_a_tasks_options_fit_the_tasks():
     from timm.optim import list_optimizers
 
     from dlo_tasks.imagenet.classifier import ImageClassifier
-    from dlo_tasks.language.causal_lm import CausalLM
+    from dlo_tasks.language.language_model import LanguageModel
 
     for config in CONFIGS.values():
         found, _ = task_options(merge_options({}, config))
-        for task in (CausalLM, ImageClassifier):
+        for task in (LanguageModel, ImageClassifier):
             assert found.keys() <= set(inspect.signature(task.__init__).parameters)
         assert found.get("optimizer", "adamw") in list_optimizers()
 

@@ -155,7 +155,7 @@ def test_prediction_without_prompts_is_refused(make):
 def test_a_document_too_long_is_named_by_its_line(make):
     with pytest.raises(
         DloError,
-        match=r"texts\.jsonl:2: document must have at most seq_len \+ 1 = 49 tokens, .*set seq_len to at least \d+",
+        match=r"texts\.jsonl:2: document must have at most 49 tokens to fit seq_len, .*raise seq_len by \d+",
     ):
         make(["short", " ".join(WORDS * 9)], long_samples="error").setup("fit")
 

@@ -191,7 +191,7 @@ def test_a_twin_has_a_block_of_each_kind_and_next_to_no_memory() -> None:
     config = AutoConfig.for_model("gemma3_text", **{k: v for k, v in sizes.items() if k != "model_type"})
     with torch.device("meta"):
         model = language_models.build_model(None, config, dtype=torch.bfloat16, attention=None)
-    twin = families._twin(model)
+    twin = families.small_copy(model)
     kinds = {config.layer_types[number] for number in range(len(twin.model.layers))}
     assert kinds == {"sliding_attention", "full_attention"}
     assert len(twin.model.layers) < 20

@@ -145,11 +145,13 @@ class _Flattener:
             options = value if kinds else {}
         source = next(filter(None, map(_read, kinds)), None) if options else None
         defaults = _defaults_of(source)
-        types = {each.name: re.findall(r"\w+", each.type) for each in source.parameters} if source else {}
+        types = {
+            each.name: [f"{each.module}:{word}" for word in re.findall(r"\w+", each.type)]
+            for each in (source.parameters if source else ())
+        }
         for option, inner in options.items():
             if option not in defaults or not _same(defaults[option], inner):
-                inside = [f"{source.module}:{word}" for word in types.get(option, ())] if source else []
-                self._add(flat, f"{key}.{option}", inner, inside)
+                self._add(flat, f"{key}.{option}", inner, types.get(option, ()))
 
     def _add_list(self, flat: dict[str, Any], key: str, items: list[Any]) -> None:
         seen: dict[str, int] = {}
