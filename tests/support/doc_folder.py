@@ -11,14 +11,16 @@ import numpy as np
 import torch
 
 from support.doc_pages import ROOT, read_blocks
+from support.seq2seq import SMALL_T5
 from support.texts import CHATML, lines, sentences
 from support.token_files import npy, write_megatron, write_tar
 
 #: Names of the pages, and the small model or folder that replaces each.
 SMALL = {
     r"Qwen/[\w.-]*A3B|mistralai/[\w.-]+": "small_mixture",
+    r"/models/t5-small": "small_t5",
     r"(/models|(\$DSDIR/HuggingFace_Models/)?meta-llama|Qwen)/[\w.-]+": "small_model",
-    r"(?:/data|\$DSDIR)/(imagenet|chats|pairs|books)": r"\1",
+    r"(?:/data|\$DSDIR)/(imagenet|chats|pairs|books|summaries)": r"\1",
     r"s3://bucket/web-images": "imagenet",
     r"pretrained: true": "pretrained: false",
     r"s3://bucket/web/": "shards",
@@ -43,7 +45,7 @@ def small_files() -> Path:
     """Returns a folder with the data and the models that pages name."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, T5ForConditionalGeneration
 
     folder = Path(mkdtemp(prefix="pages"))
     texts = sentences(400, longest=8)
@@ -59,11 +61,15 @@ def small_files() -> Path:
     for name, kind in {"small_model": {"model_type": "llama"}, "small_mixture": mixture}.items():
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**kind, **sizes)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    for name in ("chats", "pairs", "books", "web", "code", "shards"):
+    t5 = AutoConfig.for_model("t5", **{**SMALL_T5, "vocab_size": 400, "decoder_start_token_id": 0})
+    T5ForConditionalGeneration(t5).save_pretrained(folder / "small_t5")
+    tokenizer.save_pretrained(folder / "small_t5")
+    for name in ("chats", "pairs", "books", "web", "code", "shards", "summaries"):
         (folder / name).mkdir()
     turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in texts]
     lines(folder / "chats/1.jsonl", *({"messages": chat} for chat in turns))
     lines(folder / "pairs/1.jsonl", *({"prompt": text, "chosen": text, "rejected": text[::-1]} for text in texts))
+    lines(folder / "summaries/1.jsonl", *({"article": text, "summary": text[:9]} for text in texts))
     for name in ("train.jsonl", "web/1.jsonl", "code/1.jsonl"):
         lines(folder / name, *({"text": text} for text in texts))
     write_megatron(folder / "books/1", [np.arange(99) % 300] * 40)

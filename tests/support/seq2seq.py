@@ -11,10 +11,10 @@ from support.token_batches import Tokens
 
 _BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 _BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32, "vocab_size": 64, "max_position_embeddings": 64}
-_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+SMALL_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "t5": _T5,
-    "mt5": _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "t5": SMALL_T5,
+    "mt5": SMALL_T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "bart": _BART,
     "pegasus": _BART,
 }
