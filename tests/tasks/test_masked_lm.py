@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
-from dlo_tasks.language.batches import IGNORE_INDEX
-from dlo_tasks.language.masked_data import MaskedTextData
+from dlo_tasks.language.batches import IGNORE_INDEX, FixedDraws
+from dlo_tasks.language.masked_data import MaskedTextData, WordStarts
 from dlo_tasks.language.masked_lm import MaskedLM
 from dlo_tasks.language.text_data import TextData
+from dlo_tasks.language.tokenizer import embedded_tokenizer
 from support.causal_types import MASKED_REFUSED, MASKED_TYPES, tiny, tiny_masked
 from support.trainers import quiet_trainer
 
@@ -80,6 +82,9 @@ def test_a_row_has_as_many_masks_as_its_length_says_and_no_special_token_is_mask
     assert all(torch.equal(batch[name], again[name]) for name in batch)
     assert torch.equal(restored(batch), restored(other))
     assert not torch.equal(batch["labels"], other["labels"])
+    held = FixedDraws(samples)  # Each validation has the same masks.
+    first, second = (held.fetch([Draw(0, seed, True)])["labels"] for seed in range(2))
+    assert torch.equal(first, second)
 
 
 def test_words_are_masked_whole_and_tokens_are_replaced_in_the_shares_of_bert(tokenizer: Path) -> None:
@@ -93,6 +98,16 @@ def test_words_are_masked_whole_and_tokens_are_replaced_in_the_shares_of_bert(to
     ids, labels = batch["input_ids"][masked], batch["labels"][masked]
     shares = [(ids == data.tokenizer.mask_token_id).float().mean(), (ids == labels).float().mean()]
     assert shares == pytest.approx([0.8, 0.1], abs=0.04)
+
+
+def test_words_of_byte_level_tokens_begin_after_spaces_and_signs(tmp_path: Path) -> None:
+    text = "for item in range(10):\n\tprint(item_name)\n"
+    (tmp_path / "text.py").write_text(text * 9)
+    tokenizer = embedded_tokenizer([tmp_path / "text.py"], 268, tmp_path)
+    ids = np.array(tokenizer(text)["input_ids"])
+    starts = np.flatnonzero(WordStarts(tokenizer).begin(ids))
+    words = [tokenizer.decode(part).strip() for part in np.split(ids, starts)]
+    assert [word for word in words if word.isalnum()] == ["for", "item", "in", "range", "10", "print", "item", "name"]
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "distilbert"])

@@ -126,6 +126,25 @@ class PackedSamples:
         return finish(batch, draws)
 
 
+class FixedDraws:
+    """Dataset whose random choices for a sample, such as its masks, are the same in each epoch.
+
+    Args:
+        dataset: Dataset that may draw from the samples' seeds.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fetch(self, draws: list[Draw]) -> Batch:
+        """Returns the batch of the drawn samples."""
+        batch: Batch = self._dataset.fetch([draw._replace(seed=draw.index) for draw in draws])
+        return batch
+
+
 class Prompts:
     """Dataset of prompts to complete, padded on the left.
 

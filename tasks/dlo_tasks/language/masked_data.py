@@ -47,6 +47,8 @@ from dlo_tasks.language.tokenizer import embedded_tokenizer, find_filler_id, voc
 MASK_FRACTION = 0.15
 _CHOICE, _REPLACEMENT, _TOKEN = 5, 6, 7  # streams of random numbers
 _AT_ONCE = 256
+#: Space, newline, tab and carriage return as byte-level BPE writes them: letters of Unicode.
+_SPACES = "\u0120\u010a\u0109\u010d"
 #: Mask token of the tokenizer that dlo trains.
 _MASK = "<|mask|>"
 
@@ -301,9 +303,9 @@ class WordStarts:
         for token, number in tokenizer.get_vocab().items():
             if prefix is not None:
                 self._begins[number] = not token.startswith(prefix)
-            else:  # Byte-level BPE writes a space as \u0120, SentencePiece as \u2581.
-                self._begins[number] = not token[:1].isalnum() or token.startswith("\u0120")
-                self._ends[number] = not token[-1:].isalnum()
+            else:  # SentencePiece writes a space as \u2581, which is no letter either.
+                self._begins[number] = not token[:1].isalnum() or token[:1] in _SPACES
+                self._ends[number] = not token[-1:].isalnum() or token[-1:] in _SPACES
 
     def begin(self, ids: np.ndarray) -> np.ndarray:
         """Returns whether each token of a row begins a word, bool [T]."""

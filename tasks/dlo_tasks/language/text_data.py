@@ -554,7 +554,7 @@ class TextData(ResumableDataModule):
         if dataset is None:
             return []
         if not isinstance(dataset, JoinedWindows):
-            return self.eval_loader(dataset, name=name)
+            return self.eval_loader(batches.FixedDraws(dataset), name=name)
         size = len(dataset)
         make_sampler = partial(InOrderBatchSampler, size, shuffle=False, drop_last=False, order=InOrder(size))
         return self.eval_loader(dataset, name=name, make_sampler=make_sampler)
