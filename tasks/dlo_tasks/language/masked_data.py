@@ -303,7 +303,7 @@ class WordStarts:
         for token, number in tokenizer.get_vocab().items():
             if prefix is not None:
                 self._begins[number] = not token.startswith(prefix)
-            else:  # SentencePiece writes a space as \u2581, which is no letter either.
+            else:  # SentencePiece writes a space as \u2581, which is not a letter.
                 self._begins[number] = not token[:1].isalnum() or token[:1] in _SPACES
                 self._ends[number] = not token[-1:].isalnum() or token[-1:] in _SPACES
 
