@@ -122,6 +122,8 @@ def test_packed_documents_train_as_padded_ones_do_and_the_loss_is_that_of_transf
     finally:
         torch.set_default_dtype(torch.float32)
     assert task.isolates_documents
+    single = {"input_ids": torch.ones(1, 3).long(), "position_ids": torch.zeros(1, 3).long()}
+    assert "attention_mask" in task.inputs(single)[1]  # Documents of one token too.
     packed, padded = (batch_of(data_of(tokenizer, packing=packing, seq_len=18)) for packing in ("best_fit", "none"))
     length = padded["input_ids"].shape[1]
     row, starts = packed["position_ids"].shape[0], (packed["input_ids"] == 2).nonzero().tolist()

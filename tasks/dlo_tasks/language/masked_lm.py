@@ -165,4 +165,4 @@ class MaskedLM(LanguageModel):
 
 def _are_packed(position_ids: Tensor) -> bool:
     """Returns whether a row has several documents; of fake positions, which have no values, it may have."""
-    return isinstance(position_ids, FakeTensor) or bool(batches.count_documents(position_ids).restart)
+    return isinstance(position_ids, FakeTensor) or batches.count_documents(position_ids).number > len(position_ids)
