@@ -24,7 +24,8 @@ def build(kind: str, packing: str = "best_fit", lora: int = 0, **options: Any) -
 
 def cases(strategies: tuple[str, ...], **arguments: Any) -> list[Case]:
     text = ", ".join(map(str, arguments.values()))
-    return [Case(STRATEGIES[name], arguments, DOUBLE, f"{name}, {text}") for name in strategies]
+    single = [name for name in strategies if name.startswith("deepspeed")]  # It has no double precision.
+    return [Case(STRATEGIES[n], arguments, {} if n in single else DOUBLE, f"{n}, {text}") for n in strategies]
 
 
 def test_masked_tokens_are_learned_on_two_ranks_as_in_one_process() -> None:

@@ -9,8 +9,8 @@ Shapes: B rows, L positions, N tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -159,8 +159,8 @@ class HeadStage:
     """What a model's head computes before its output projection; called with hidden states `[N, D]`.
 
     BERT's is a dense layer, an activation and a norm, which model classes apply in their `forward`. It runs unchanged,
-    in a copy of the model that shares all modules but two: the base model returns the hidden states, and the projection
-    its input.
+    with two modules replaced for the time of the call: the base model returns the hidden states, and the projection its
+    input.
 
     Args:
         model: Model.
@@ -172,12 +172,14 @@ class HeadStage:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns the projection's inputs, `[N, D]`, or the logits, `[N, V]`."""
-        given = _Given(hidden[None])
-        model = _with_module(self._model, _name_in(self._model, language_models.find_base_model(self._model)), given)
-        if self._projects:
-            model = _with_module(model, _name_in(self._model, self._model.get_output_embeddings()), nn.Identity())
+        model: Any = self._model
+        base, projection = language_models.find_base_model(model), model.get_output_embeddings()
         tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-        found = type(self._model).forward(model, input_ids=tokens)
+        with contextlib.ExitStack() as replaced:
+            replaced.enter_context(_replaced(model, base, _Given(hidden[None])))
+            if self._projects:
+                replaced.enter_context(_replaced(model, projection, nn.Identity()))
+            found = type(model).forward(model, input_ids=tokens)
         output: Tensor = found[0] if isinstance(found, tuple) else found.logits
         return output[0]
 
@@ -203,17 +205,17 @@ class _Output(tuple[Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-def _name_in(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
-
-
-def _with_module(model: Any, name: str, module: nn.Module) -> Any:
-    """Returns a copy of a model with another module in one place, which shares all other modules and all tensors."""
-    first, _, rest = name.partition(".")
-    changed = copy.copy(model)
-    changed._modules = dict(model._modules)
-    changed._modules[first] = _with_module(model._modules[first], rest, module) if rest else module
-    return changed
+@contextlib.contextmanager
+def _replaced(model: nn.Module, module: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Has another module in one's place inside the block; a strategy's hooks on the modules around it run."""
+    name = next(name for name, each in model.named_modules() if each is module)
+    parent, _, leaf = name.rpartition(".")
+    siblings = model.get_submodule(parent)._modules
+    siblings[leaf] = other
+    try:
+        yield
+    finally:
+        siblings[leaf] = module
 
 
 def _projects(model: PreTrainedModel) -> bool:
