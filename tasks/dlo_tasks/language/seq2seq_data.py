@@ -20,7 +20,7 @@ from dlo_tasks.language.batches import IGNORE_INDEX, MULTIPLE, Batch, PackingNam
 from dlo_tasks.language.chat import read_prompts
 from dlo_tasks.language.encoder_decoder import encode_sources, pad_right
 from dlo_tasks.language.packing import LongSamples, cut_documents, pack_best_fit
-from dlo_tasks.language.records import Record, expand_patterns, format_location, read_records
+from dlo_tasks.language.records import Record, format_location, read_records
 from dlo_tasks.language.span_corruption import SpanCorruption, add_sentinels, find_sentinels
 from dlo_tasks.language.text_data import TextData
 from dlo_tasks.language.token_cache import Document, TokenStore
@@ -222,18 +222,11 @@ class Seq2SeqData(TextData):
         source, target = np.minimum(source, self.seq_len), np.minimum(target, self.target_len)
         return Samples(start, first - start, source, target, int(long.sum())).select(np.flatnonzero(keep))
 
-    def setup(self, stage: str) -> None:
-        """Opens the token caches of :meth:`prepare_data`, and lays them out as rows."""
-        if stage != "predict":
-            super().setup(stage)
-            return
-        self._load_tokenizer()
-        self.check_predict()
-        files = expand_patterns(self.predict_files or [], "predict_files")
+    def lay_out_prompts(self, files: Sequence[Path]) -> Sources:
+        """Returns the dataset of the sources of some files, and sets :attr:`prompts`."""
         columns = {"prompt": self.columns.get("source", "source")}
         self.prompts, _ = read_prompts(files, self.tokenizer, columns)
-        rows = encode_sources(self.tokenizer, self.prompts)
-        self._datasets["predict"] = Sources(rows, find_filler_id(self.tokenizer))
+        return Sources(encode_sources(self.tokenizer, self.prompts), find_filler_id(self.tokenizer))
 
     def _made_of(self) -> str:
         return f"{super()._made_of()}-{self.corruption}-{self._given_target_len}"
