@@ -17,6 +17,7 @@ from dlo_framework.models.attention import Attention
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.strategy_abilities import mesh_spec
 from dlo_framework.strategy_contract import contract_of
+from dlo_framework.task_abilities import Generates
 from dlo_tasks.language import batches, encoders
 from dlo_tasks.language.encoders import EncoderTraits, HeadStage
 from dlo_tasks.language.generation import max_positions, print_samples
@@ -25,7 +26,7 @@ from dlo_tasks.language.masked_data import MASK_FRACTION
 from dlo_tasks.language.vocabulary_head import VocabularyHead
 
 
-class MaskedLM(LanguageModel):
+class MaskedLM(LanguageModel, Generates):
     """Trains a model that predicts masked tokens from those on both sides: BERT, RoBERTa, ModernBERT, DeBERTa...
 
     Any model of transformers' `AutoModelForMaskedLM`. Batches are those of :class:`MaskedTextData`: dicts of `[B, L]`
