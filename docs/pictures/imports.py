@@ -1,7 +1,8 @@
 """Draws docs/images/imports.svg, the imports between folders, from the source files.
 
 Run ``python docs/pictures/imports.py``. Files are parsed, not imported. A folder or single module stands one layer
-above the highest that it imports when it is imported itself. ``tests/framework`` checks that there are no circles.
+above the highest that it imports when it is imported itself. ``tests/test_import_graph.py`` checks that there are no
+circles.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ def write_in_tree(kind: str, name: str, feature: str, registry: Registry) -> str
         raise DloError(f"--in-tree must name a feature with a page in docs/plugins, got '{feature}'; write one first")
     if find_spec("ruff") is None:
         raise DloError("--in-tree needs ruff, got none; pip install -e '.[dev]'")
-    files = [folders[feature] / f"{name}.py", Path("tests") / folders[feature].parts[0] / f"test_{name}.py"]
+    tests = Path("tests") / folders[feature].parts[0] / feature
+    files = [folders[feature] / f"{name}.py", tests / f"test_{name}.py"]
     code, test = fill_templates(kind, name, class_name)
     test = test.partition("\n\n\ndef test_dlo_accepts_it")[0] + "\n"
     if kind == "callback":

@@ -4,5 +4,5 @@ Why not torch's ``distributed.pipelining``: its tracer must capture the whole mo
 forward that asks for a value; without the tracer the user writes each
 stage as a module. Here any Python forward is cut without a change of its code, micro-batches may have any
 shapes, and weights tied across stages are summed. The schedules are compared with torch's
-(`tests/plugins/pipeline/test_pipeline_schedules.py`).
+(`tests/plugins/parallel/pipeline/test_pipeline_schedules.py`).
 """

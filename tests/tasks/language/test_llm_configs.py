@@ -1,0 +1,117 @@
+"""The recipes for language models fit their classes, and take the memory that their headers promise."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+
+from dlo_framework.frozen_model import FrozenModel
+from dlo_framework.mesh import MeshSpec
+from dlo_framework.models import attention
+from dlo_framework.models.four_bit_linear import FourBitLinear
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.language import language_models
+from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling
+from dlo_tasks.language.masked_data import MaskedTextData
+from dlo_tasks.language.masked_lm import MaskedLM
+from dlo_tasks.language.preference_data import PreferenceData
+from dlo_tasks.language.preference_lm import PreferenceLM
+from dlo_tasks.language.seq2seq_data import Seq2SeqData
+from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
+from dlo_tasks.language.text_data import TextData
+from support.simulated_ranks import simulate_ranks
+
+pytestmark = pytest.mark.recipes
+
+FOLDER = Path(__file__).parents[3] / "configs" / "llm"
+CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+#: Classes of the recipes' tasks and data.
+CLASSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (CausalLM, MaskedLM, PreferenceLM, Seq2SeqLM, TextData, MaskedTextData, PreferenceData, Seq2SeqData)
+}
+#: Sizes of the models of 4-bit recipes, as their config.json has them.
+SIZES: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    | {"num_attention_heads": 32},
+    "meta-llama/Llama-3.1-70B-Instruct": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    | {"num_attention_heads": 64},
+}
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
+
+
+def read(name: str) -> tuple[dict[str, Any], str]:
+    text = CONFIGS[name].read_text()
+    header = " ".join(line.lstrip("# ") for line in text.split("seed_everything")[0].splitlines())
+    return yaml.safe_load(text), header
+
+
+def parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = read(name)
+    tiny = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    given = config["model"]["init_args"]
+    assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
+    if "model" in given:  # The hub is out of reach of tests.
+        made = language_models.read_config(None, tiny)
+        monkeypatch.setattr(language_models, "read_config", lambda model, config: made)
+    if given.get("optimizer") == "OneBitAdam":
+        importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
+    arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
+    if "sampling" in given:
+        arguments["sampling"] = Sampling(**given["sampling"])
+    if "reference" in given:
+        arguments["reference"] = FrozenModel(task=CausalLM(**given["reference"]["task"]["init_args"]))
+    if "attention" in given:
+        mask = given["attention"]["mask"]
+        pattern = getattr(attention, mask["class_path"])(**mask["init_args"])
+        arguments["attention"] = attention.Attention(given["attention"]["kernel"], pattern)
+    CLASSES[config["model"]["class_path"]](**arguments).check(None)
+    data = CLASSES[config["data"]["class_path"]](**config["data"]["init_args"])
+    assert data.batch_size % config["trainer"].get("devices", 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "limit"),
+    [("llama3.1_8b_qlora", 1, 16), pytest.param("llama3.1_70b_qlora", 2, 48, marks=pytest.mark.slow)],
+)
+def test_four_bit_weights_take_what_the_header_says_and_fit_the_gpu(name: str, devices: int, limit: int) -> None:
+    config, header = read(name)
+    settings = SIZES[config["model"]["init_args"]["model"]]
+    given = {**config["model"]["init_args"], "model": None, "config": {**LLAMA, **settings}}
+    task = CausalLM(**{**given, "lora": Lora(**given["lora"])})
+    model: Any = task.on_meta().model
+    layers = [module for module in model.modules() if isinstance(module, FourBitLinear)]
+    codes, billions, others, millions = re.findall(
+        r"computed: ([\d.]+) for .*?([\d.]+) billion 4-bit weights, ([\d.]+) for .* ([\d.]+) million", header
+    )[0]
+    assert config["trainer"]["devices"] == devices
+    assert float(billions) == pytest.approx(sum(m.in_features * m.out_features for m in layers) / 1e9, abs=0.005)
+    in_codes = sum(p.nbytes for layer in layers for p in layer.parameters())
+    assert float(codes) == pytest.approx(in_codes / devices / 1e9, abs=0.05)
+    assert float(millions) == pytest.approx(parameters(model) / 1e6, abs=0.05)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad) - in_codes
+    assert float(others) == pytest.approx(frozen / devices / 1e9, abs=0.05)
+    if devices > 1:
+        ranks = simulate_ranks(task, MeshStrategy(dp_shard=devices), MeshSpec(dp_shard=devices), range(devices))
+        computed = (in_codes + frozen + 16 * parameters(model)) / devices
+        for rank in ranks:
+            assert rank.state_bytes.total == pytest.approx(computed, rel=0.01)
+    assert int(re.findall(r"memory\s+(\d+) GB", header)[0]) < limit
