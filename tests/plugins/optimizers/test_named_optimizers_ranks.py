@@ -17,7 +17,7 @@ ALL = dict.fromkeys(sorted(metadata.entry_points(group="dlo_framework.optimizers
 
 #: Largest differences under tp, whose sums round in another order: a code of a quantised state may round away, and Muon
 #: iterates in bf16. SOAP's first basis of a gradient's null space is arbitrary, so that rounding decides: the bound in
-#: test_tp_full_tensors is for gradients that have none.
+#: test_tensor_behaviour is for gradients that have none.
 TP = {"normuon": 3e-2, "bnbrmsprop8bit": 2e-2, "bnbadagrad8bit": 2e-2, "soap": float("inf")}
 
 

@@ -1,4 +1,4 @@
-"""Mixtures in the families of transformers: which are found, by which form, and how stored experts are stacked."""
+"""Mixtures in families of transformers: which are found, how experts are stacked, and the loss that balances them."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dlo_framework.errors import DloError
 from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.shards import Box
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.record import gather_full_weights
+from dlo_plugins.compile.callback import Compile
+from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language import model_folders
+from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
+from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from support.causal_types import TYPES, tiny
+from support.seq2seq import seq2seq_config
+from support.token_batches import SMALL
+from support.trainers import quiet_trainer
 
 #: Families of the ordinary test, with the modules that hold router and experts.
 NAMED = {
@@ -122,3 +137,142 @@ def test_an_expert_that_is_missing_leaves_its_stack_out(tmp_path: Path) -> None:
     model_folders._take_new_names(saved, model)
     found = [name in saved for name, _ in model.named_parameters() if name.endswith("experts.down_proj")]
     assert sorted(found) == [False, True]
+
+
+# --- the loss that balances the experts of a mixture: transformers' own, whatever the batch is cut into --------------
+
+
+SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "granitemoe": {"num_local_experts": 4, "logits_scaling": 2.0},
+}
+
+
+def task_of(family: str = "mixtral", **more: Any) -> CausalLM:
+    torch.manual_seed(0)
+    options = {name: more.pop(name) for name in ("recompute", "optimizer", "lr", "schedule") if name in more}
+    task = CausalLM(config={"model_type": family, **SIZES, **FAMILIES.get(family, {}), **more}, **options)
+    task.configure_model()
+    return task
+
+
+def batch_of(rows: int = 2, length: int = 8, seed: int = 1) -> dict[str, Tensor]:
+    ids, labels = torch.randint(60, (2, rows, length), generator=torch.Generator().manual_seed(seed))
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length).expand(rows, length)}
+
+
+def reference(task: CausalLM, batch: dict[str, Tensor]) -> Any:
+    """What transformers computes, all logits at once."""
+    model: Any = task.model
+    names = [name for name in ("input_ids", "position_ids", "attention_mask") if name in batch]
+    inputs = {name: batch[name] for name in names}
+    return model(**inputs, labels=batch["labels"], shift_labels=batch["labels"], use_cache=False)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(family: str, recompute: bool) -> None:
+    task, twin = task_of(family, recompute=recompute), task_of(family)
+    padded = {**batch_of(), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8])}
+    for batch in (batch_of(), padded):
+        expected, found = reference(twin, batch), task.training_step(batch, 0)["loss"]
+        assert expected.aux_loss > 1
+        assert found.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+        expected.loss.backward()
+        found.backward()
+        for one, other in zip(task.model.parameters(), twin.model.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_each_micro_batchs_balance_counts_by_its_targets() -> None:
+    task, parts = task_of(), [batch_of(1, seed=1), batch_of(3, seed=2)]
+    counts = [int((part["labels"] != -100).sum()) for part in parts]
+    whole = torch.tensor(sum(counts))
+    found = sum(float(task.training_step({**part, "tokens_in_step": whole}, 0)["loss"]) for part in parts)
+    losses = [float(reference(task, part).loss) for part in parts]
+    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert found == pytest.approx(mean, rel=1e-5)
+
+
+def test_it_is_no_part_of_what_is_measured_and_absent_unless_it_is_asked_for() -> None:
+    task, batch = task_of(), batch_of()
+    plain = reference(task, batch)
+    entropy = float(plain.loss - 0.5 * plain.aux_loss)
+    task.eval()
+    task.setup("validate")
+    assert isinstance(task(input_ids=batch["input_ids"]), Tensor)
+    measures: Any = task.metrics(task(input_ids=batch["input_ids"]), batch)
+    assert float(measures["loss"].compute()) == pytest.approx(entropy)
+    for off in ({"output_router_logits": False}, {"router_aux_loss_coef": 0.0}):
+        other = task_of(**off)
+        assert not other.needs_hidden_states
+        assert float(other.training_step(batch, 0)["loss"]) == pytest.approx(entropy, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_it_too(tmp_path: Path) -> None:
+    found = [_fitted(tmp_path, "auto", 1, callbacks=callbacks) for callbacks in ([], [Compile(backend="aot_eager")])]
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------
+
+
+class Tokens(LightningDataModule):
+    """The same batches on all ranks, so that one process's balance is theirs."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([batch_of(seed=seed) for seed in range(2)], batch_size=None)  # type: ignore[arg-type]
+
+
+def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **options: Any) -> dict[str, Tensor]:
+    seed_everything(0, verbose=False)
+    run = {"devices": devices, "strategy": strategy, "max_epochs": 1, "use_distributed_sampler": False}
+    trainer = quiet_trainer(default_root_dir=folder, **run, **options)
+    task = task_of(output_router_logits=balanced, recompute=True, optimizer="sgd", lr=0.1, schedule="constant")
+    trainer.fit(task, datamodule=Tokens())
+    return gather_full_weights(trainer)
+
+
+def _on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
+    strategies = [FSDPStrategy(), ZeroStrategy(3), MeshStrategy(tp=2, dp_shard=1)]
+    return [_fitted(folder, strategy, world_size) for strategy in strategies]
+
+
+def test_strategies_that_divide_the_weights_train_with_it(tmp_path: Path) -> None:
+    alone, plain = (_fitted(tmp_path, "auto", 1, balanced) for balanced in (True, False))
+    router = next(name for name in alone if name.endswith("mlp.gate.weight"))
+    assert (alone[router] - plain[router]).abs().max() > 1e-3
+    for weights in run_distributed(_on_ranks, 2, tmp_path, backend=None)[0]:
+        for name, tensor in alone.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        ({"pp": 2, "micro_batches": 2}, "pp=2"),
+        ({"cp": 2}, "cp=2"),
+        ({"tp": 2, "sequence_parallel": True}, "sequence_parallel: true"),
+    ],
+)
+def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], named: str) -> None:
+    strategy = MeshStrategy(dp_shard=1, **axes)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    mixture = CausalLM(config={"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]})
+    both = Seq2SeqLM(config=seq2seq_config("t5"))
+    for task, reason in ((mixture, "routers' logits"), (both, "its decoder uses the encoder's output")):
+        with pytest.raises(DloError, match=rf"{reason}.*, got {named}, which divides them; use the other axes"):
+            strategy.check_model(task)
+
+
+def test_a_family_without_it_is_refused() -> None:
+    task = CausalLM(config={"model_type": "llama4_text", **{k: v for k, v in SIZES.items() if "coef" not in k}})
+    with pytest.raises(
+        DloError, match=r"config.output_router_logits must be false .*, got true for Llama4ForCausalLM; set"
+    ):
+        task.check(None)

@@ -1,15 +1,30 @@
-"""Cutting and packing documents: pure functions, against their definitions."""
+"""Token windows: cutting and packing documents, the cache of their tokens, and what is counted of a batch."""
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import warnings
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
+from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_tasks.language import batches, families
+from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.packing import count_targets, cut_documents, pack_best_fit
 from dlo_tasks.language.step_tokens import bucket_by_length
+from dlo_tasks.language.token_cache import DamagedTokenCache, Document, TokenStore, verify_checksum, write_store
+from support.token_batches import GROUPED, packed_rows
+from support.trainers import quiet_trainer
+from support.waits import Waits
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:
@@ -112,3 +127,227 @@ def test_bucketed_batches_have_like_lengths_and_the_order_is_a_permutation():
     assert padded < 1.1 < 1.8 < unsorted
     assert not (np.diff(batches[:, 0]) >= 0).all()  # batches are not in the order of their lengths
     assert not np.array_equal(order, bucket_by_length(lengths, 8, seed=3, epoch=2))
+
+
+# --- the token cache: what is written is read, and nothing else is ---------------------------------------------------
+
+
+def document(ids, learned=None, digest=1, file=0, row=1):
+    flags = np.ones(len(ids), dtype=bool) if learned is None else np.array(learned, dtype=bool)
+    return Document(np.array(ids, dtype=np.int64), flags, digest, file, row)
+
+
+DOCUMENTS = [document([5, 6, 7]), document([], digest=2**64 - 1, row=2), document([0, 299], [0, 0], file=1, row=7)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_store(path, iter(DOCUMENTS), 300)
+    return path
+
+
+def test_what_is_written_is_read(path):
+    store = TokenStore(path)
+    ids, learned = store.read(np.arange(5))
+    assert ids.tolist() == [5, 6, 7, 0, 299]
+    assert learned.tolist() == [True, True, True, False, False]
+    assert store.learned().tolist() == learned.tolist()
+    assert store.bounds.tolist() == [0, 3, 3, 5]
+    assert store.hashes.tolist() == [1, 2**64 - 1, 1]
+    assert (store.files.tolist(), store.rows.tolist()) == ([0, 0, 1], [1, 2, 7])
+    assert len(store) == 3
+    assert not store.all_learned
+    verify_checksum(path)
+    assert os.listdir(path.parent) == ["tokens.bin"]
+
+
+@pytest.mark.parametrize(("vocab_size", "bytes_each"), [(1 << 15, 2), ((1 << 15) + 1, 4)])
+def test_a_token_takes_two_bytes_where_they_are_enough(tmp_path, vocab_size, bytes_each):
+    path = tmp_path / "tokens.bin"
+    write_store(path, [document([vocab_size - 1] * 4096)], vocab_size)
+    assert path.stat().st_size == 4096 * (1 + bytes_each) + 8 * (2 + 1 + 1 + 1)
+    ids, learned = TokenStore(path).read(np.arange(4096))
+    assert set(ids.tolist()) == {vocab_size - 1}
+    assert learned.all()
+    assert TokenStore(path).all_learned
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(DloError, match=r"the tokenizer's vocabulary size 32768, got 40000; correct the tokenizer"):
+        write_store(tmp_path / "tokens.bin", [document([1]), document([1, 40_000])], 1 << 15)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_is_sent_to_a_worker_maps_the_file_again(path):
+    sent = pickle.dumps(TokenStore(path))
+    assert len(sent) < 1000
+    assert pickle.loads(sent).read(np.array([1]))[0].tolist() == [6]
+
+
+def test_a_truncated_cache_is_refused(path):
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(
+        DamagedTokenCache, match=rf"tokens.bin: the token cache is truncated: {size - 1} of {size} bytes"
+    ):
+        TokenStore(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [(0, "not of this format"), (60, "damaged header"), (4096, "checksum"), (-1, "checksum")]
+)
+def test_a_changed_byte_is_found(path, place, message):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedTokenCache, match=message):
+        verify_checksum(path)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path):
+    def broken():
+        yield document([1, 2])
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        write_store(tmp_path / "tokens.bin", broken(), 300)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_writer_has_left_is_cleared_in_time(tmp_path):
+    old, new = tmp_path / "a.bin.1.dlo-partial", tmp_path / "b.bin.2.dlo-partial"
+    for left in (old, new):
+        left.write_text("unfinished")
+    os.utime(old, (0, 0))
+    write_store(tmp_path / "tokens.bin", [], 300)
+    assert sorted(os.listdir(tmp_path)) == [new.name, "tokens.bin"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DloError, match=r"cannot be written to .*file.*set cache_dir"):
+        write_store(tmp_path / "file" / "tokens.bin", [], 300)
+
+
+# what a step has to know of a batch is counted before the batch is moved, and the device is not asked for it
+
+
+PLACES = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def task() -> CausalLM:
+    torch.manual_seed(0)
+    made = CausalLM(config={"model_type": "llama", **GROUPED})
+    made.configure_model()
+    return made
+
+
+def batch(**more: Any) -> dict[str, Tensor]:
+    return {**packed_rows(4, torch.Generator().manual_seed(3)), **more}
+
+
+def as_moved(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    batches.attach_counts(found, batches.count_rows(found))
+    return found
+
+
+@pytest.mark.parametrize("targets", ["some", "all", "none"])
+def test_a_loss_whose_targets_are_counted_asks_for_nothing_and_is_the_same(targets: str) -> None:
+    made, found = task(), batch(tokens_in_step=torch.tensor(50))
+    if targets != "some":
+        found["labels"].fill_(3 if targets == "all" else -100)
+    hidden = made.forward(**made.inputs(found)[1])
+    with Waits() as waits:
+        expected = made.loss(hidden, found)
+    assert waits.calls == ["nonzero"]
+    as_moved(found)
+    with Waits() as waits:
+        inputs = made.inputs(found)
+        loss = made.loss(hidden, found)
+    assert waits.calls == []
+    assert torch.equal(loss, expected)
+    assert inputs[1]["input_ids"] is found["input_ids"]
+
+
+def test_documents_that_are_counted_are_not_asked_for_and_others_once() -> None:
+    positions = PLACES.clone()
+    with Waits() as waits:
+        expected = families.flash_arguments(positions)
+    assert waits.calls == ["tolist"]
+    assert expected["cu_seq_lens_q"].tolist() == [0, 3, 8, 14, 16]
+    assert expected["max_length_q"] == 6
+    as_moved({"position_ids": positions})
+    with Waits() as waits:
+        found = families.flash_arguments(positions)
+    assert waits.calls == []
+    assert torch.equal(found["cu_seq_lens_k"], expected["cu_seq_lens_k"])
+    assert found["max_length_k"] == 6
+
+
+def test_counts_are_of_these_very_tensors_as_they_were() -> None:
+    found = as_moved(batch())
+    number = int((found["labels"] != -100).sum())
+    assert batches.read_target_count(found["labels"]) == number
+    other = found["labels"].t().contiguous().t()  # of the same shape, in another order
+    for part in (found["labels"][:, :4], found["labels"].T, found["labels"].flatten(), found["labels"][::2], other[:2]):
+        assert batches.read_target_count(part) is None
+    assert batches.read_target_count(found["labels"].clone()) is None
+    assert batches.count_documents(PLACES) == (4, 6, 1)
+    assert batches.count_documents(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
+    found["labels"][found["labels"] != -100] = -100
+    assert batches.read_target_count(found["labels"]) is None
+    assert task().training_step(found, 0)["loss"] == 0
+    with torch.inference_mode():  # Where tensors do not note that they are written to.
+        assert batches.read_target_count(as_moved(batch())["labels"].clone()) is None
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_rows_of_a_batch_are_known_too(is_view: bool) -> None:
+    """As a pipeline cuts micro-batches."""
+    whole = batch()
+    if is_view:  # as a loader may cut batches of a tensor
+        before = {name: torch.cat([torch.zeros_like(value), value]) for name, value in whole.items()}
+        as_moved({name: value[:4] for name, value in before.items()})
+        whole = {name: value[4:] for name, value in before.items()}
+    found = as_moved(whole)
+    labels, positions = found["labels"], found["position_ids"]
+    for first, past in ((0, 2), (1, 4), (3, 4), (0, 4)):
+        with Waits() as waits:
+            number = batches.read_target_count(labels[first:past])
+            documents = batches.count_documents(positions[first:past])
+        assert waits.calls == []
+        assert number == int((labels[first:past] != -100).sum())
+        assert documents == batches.count_documents(positions[first:past].clone())
+    labels[0] = -100
+    assert batches.read_target_count(labels[2:]) is None  # written to since
+
+
+def test_batches_of_no_text_are_left_alone() -> None:
+    for other in ((torch.zeros(2, 3), torch.zeros(2)), {"input_ids": torch.zeros(2, 3)}, torch.zeros(2)):
+        assert batches.count_rows(other) == {}
+
+
+class Noting(Callback):
+    """Notes what is known of each training batch, and what there is."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        labels = batch["labels"]
+        self.pairs.append((batches.read_target_count(labels), int((labels != -100).sum())))
+        assert batches.count_documents(batch["position_ids"]) == batches.count_documents(
+            copy.deepcopy(batch["position_ids"])
+        )
+
+
+def test_the_datamodule_counts_what_it_gives_out(make, tmp_path) -> None:
+    noting = Noting()
+    run = quiet_trainer(callbacks=[noting], max_steps=3, limit_val_batches=0, default_root_dir=tmp_path)
+    sizes = {name: size for name, size in GROUPED.items() if name != "vocab_size"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batch_transfer.*")
+        run.fit(CausalLM(config={"model_type": "llama", **sizes}), make())
+    assert len(noting.pairs) == 3
+    assert all(known == there for known, there in noting.pairs)

@@ -1,6 +1,8 @@
-"""CausalLM under a mask: equal to the model's own attention with the same dense mask, for several families."""
+"""CausalLM under a mask: equal to the model's own attention with the same dense mask, in many families and on ranks."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,21 +18,30 @@ from dlo_framework.models.attention import (
     FixedSparsity,
     Prefix,
     SlidingWindow,
+    SparsityPattern,
     VariableSparsity,
     masked_attention,
 )
 from dlo_framework.models.attention.attention_options import Kernel
+from dlo_framework.testing import Case, assert_parity
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.compile.callback import Compile
+from dlo_plugins.compile.compile_blocks import CompileBlocks
+from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
+from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language import sparse_attention
 from dlo_tasks.language.causal_lm import CausalLM
 from support.runs import Losses
+from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 
 LENGTH, HEADS = 60, 4
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 64}
-FAMILIES = {
+MODELS = {
     "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": LENGTH},
     "qwen3": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
     "mistral": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": None},
@@ -60,7 +71,7 @@ PATTERNS = [
 
 def make_task(family="llama", option=None, **more):
     torch.manual_seed(0)
-    config = {"model_type": family, **(FAMILIES | SCORED)[family]}
+    config = {"model_type": family, **(MODELS | SCORED)[family]}
     task = CausalLM(config=config, attention=option, dtype="float64", **more)
     task.configure_model()
     for name, parameter in task.model.named_parameters():
@@ -125,7 +136,7 @@ def compare(task, pattern, batch, atol=1e-10):
             torch.testing.assert_close(one, other, rtol=0, atol=10 * atol * max(1.0, float(other.abs().max())))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_families_equal_their_own_attention_with_the_dense_mask(family):
     for pattern in PATTERNS if family in ("llama", "gpt2") else PATTERNS[-2:]:
         compare(make_task(family, Attention(mask=pattern)), pattern, make_batch())
@@ -195,7 +206,7 @@ def test_the_option_survives_a_checkpoint():
     stored = task.hparams["attention"]
     assert stored["mask"]["name"] == "BigBird"
     assert stored["mask"]["seed"] == 5
-    again = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, attention=dict(stored), dtype="float64")
+    again = CausalLM(config={"model_type": "llama", **MODELS["llama"]}, attention=dict(stored), dtype="float64")
     again.configure_model()
     again.model.load_state_dict(task.model.state_dict())
     batch = make_batch()
@@ -205,7 +216,7 @@ def test_the_option_survives_a_checkpoint():
 
 
 def test_dropout_of_weights_is_drawn_by_the_block_kernel():
-    config = {"model_type": "llama", **FAMILIES["llama"], "attention_dropout": 0.5}
+    config = {"model_type": "llama", **MODELS["llama"], "attention_dropout": 0.5}
     task = CausalLM(config=config, attention=Attention(mask=BSLongformer(8)), dtype="float64")
     task.configure_model()
     _, inputs = task.inputs(make_batch())
@@ -278,3 +289,72 @@ def test_flex_attention_trains_under_all_that_watches_a_step(way, tmp_path, monk
     assert losses == pytest.approx(expected)
     assert validated == pytest.approx(wanted)
     assert flops > of_blocks, "FlexAttention's blocks have 128 positions, and a row's pattern 60"
+
+
+# --- on several ranks: BigBird draws other blocks for each head, so that another rank's heads would change losses ---
+
+
+ROWS = 8
+VIT = {"img_size": 16, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 4}
+
+
+def make_pattern() -> BigBird:
+    return BigBird(block=3, different_layout_per_head=True, num_sliding_window_blocks=1, seed=3)
+
+
+def llm(pattern: SparsityPattern | None = None) -> tuple[Any, Any]:
+    config = {"model_type": "llama", **FAMILIES["llama"]}
+    # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
+    more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}}
+    return CausalLM(config=config, attention=Attention(mask=pattern or make_pattern()), **more), Tokens(1, rows=ROWS)
+
+
+def vit() -> tuple[Any, Any]:
+    task = ImageClassifier(
+        "vit_tiny_patch16_224",
+        model_args=VIT,
+        num_classes=10,
+        lr=1e-3,
+        optimizer_args={"eps": 1e-4},
+        attention=Attention(mask=make_pattern()),
+    )
+    return task, DigitsData(image_size=16, batch_size=ROWS, val_fraction=0.01)
+
+
+def mesh(pattern: SparsityPattern | None = None, **options: Any) -> Case:
+    more = {"micro_batches": 4} if options.get("pp", 1) > 1 else {}
+    arguments = {} if pattern is None else {"pattern": pattern}
+    return Case(partial(MeshStrategy, **{"dp_shard": 1, **more, **options}), arguments, name=f"{pattern} {options}")
+
+
+MESHES = ({"tp": 2, "sequence_parallel": True}, {"pp": 2})
+SHARED = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
+
+
+def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
+    # Keys of a prefix come after queries, in the same chunk and in later ones; its targets have no loss.
+    prefix = mesh(Prefix(13, block=3), **SHARED[1])
+    assert_parity(llm, [*(mesh(**axes) for axes in (*MESHES, SHARED[0])), prefix], steps=2)
+
+
+@pytest.mark.slow
+def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:
+    """Heads are divided under tp alone; where each rank has all of a layer, a pipeline stands for the others."""
+    assert_parity(vit, [mesh(tp=2), mesh(pp=2)], steps=2, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_four_ranks_deepspeed_compiled_and_recomputed_blocks_are_one_process() -> None:
+    pairs = ({"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "cp_method": "ulysses"}, {"pp": 2, "cp": 2}, {"pp": 2, "tp": 2})
+    assert_parity(llm, [mesh(**axes) for axes in pairs], steps=2, world_size=4, rtol=1e-5)
+    found = [Case(partial(DeepSpeedBridge, stage), name=f"deepspeed_{stage}") for stage in (1, 3)]
+    for applier in (CompileBlocks, ActivationCheckpoint):
+        for axes in ({"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}):
+            found.append(mesh(**axes, appliers=[applier()]))
+    assert_parity(llm, found, steps=2, rtol=1e-5)
+
+
+def test_the_meshes_would_notice_a_mask_of_other_heads() -> None:
+    layout = make_pattern().layout(4, 8)
+    assert not (layout[:2] == layout[2:]).all()
+    assert (BSLongformer(3).layout(4, 8)[:2] == BSLongformer(3).layout(4, 8)[2:]).all()

@@ -1,4 +1,4 @@
-"""Models that predict masked tokens: masks, documents, losses, filled in texts, and the folder of transformers."""
+"""Models that predict masked tokens: masks, documents, losses, filled in texts, transformers' folder, and ranks."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
+from dlo_framework.testing import Case, assert_parity
+from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.batches import IGNORE_INDEX, FixedDraws
 from dlo_tasks.language.masked_data import MaskedTextData, WordStarts
 from dlo_tasks.language.masked_lm import MaskedLM
 from dlo_tasks.language.text_data import TextData
 from dlo_tasks.language.tokenizer import embedded_tokenizer
 from support.causal_types import MASKED_REFUSED, MASKED_TYPES, tiny, tiny_masked
+from support.strategies import STRATEGIES
 from support.trainers import quiet_trainer
 
 TEXTS = ["the cat sat on the mat", "a dog", "unbelievable stories of the unforgettable", "one two three four five six"]
@@ -240,3 +243,54 @@ def test_a_type_trains_on_padded_rows_with_the_loss_of_transformers_or_is_refuse
                     parameter -= 0.01 * parameter.grad
                     parameter.grad = None
     assert losses[1] < losses[0]
+
+
+# models that predict masked tokens train on two ranks as one process does, packed and padded, in double precision
+
+
+DOUBLE = {"precision": "64-true"}
+
+
+def build(kind: str, packing: str = "best_fit", lora: int = 0, **options: Any) -> tuple[MaskedLM, MaskedTextData]:
+    config = tiny_masked(kind, dropout=False) | {"vocab_size": 300, "pad_token_id": 1}
+    more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
+    task = MaskedLM(config=config, lora=Lora(rank=lora) if lora else None, **more)
+    data = MaskedTextData(seq_len=32, batch_size=4, vocab_size=300, corpus_bytes=60_000, packing=packing)
+    return task, data
+
+
+def cases(strategies: tuple[str, ...], **arguments: Any) -> list[Case]:
+    text = ", ".join(map(str, arguments.values()))
+    single = [name for name in strategies if name.startswith("deepspeed")]  # It has no double precision.
+    return [Case(STRATEGIES[n], arguments, {} if n in single else DOUBLE, f"{n}, {text}") for n in strategies]
+
+
+def test_masked_tokens_are_learned_on_two_ranks_as_in_one_process() -> None:
+    found = cases(("zero3", "tp", "pp"), kind="bert")
+    found += cases(("fsdp", "tp"), kind="modernbert")
+    found += cases(("ddp",), kind="deberta-v2", packing="none")
+    assert_parity(build, found, steps=2, rtol=1e-9)
+
+
+DATA = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "deepspeed_1", "deepspeed_2", "deepspeed_3")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_every_strategy_learns_masked_tokens_as_one_process(kind: str) -> None:
+    found = cases(DATA, kind=kind) + cases(("fsdp", "zero3", "pp"), kind=kind, recompute=True)
+    found += cases(("fsdp", "zero3", "tp"), kind=kind, lora=4)
+    assert_parity(build, found, steps=2, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_masked_tokens_are_learned_on_four_ranks_as_in_one_process() -> None:
+    found = cases(("zero3", "fsdp"), kind="bert") + cases(("copies x pp",), kind="modernbert")
+    assert_parity(build, found, world_size=4, steps=2, rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MASKED_TYPES)
+def test_every_type_trains_under_tensor_and_pipeline_parallelism(kind: str) -> None:
+    assert_parity(build, cases(("tp", "pp"), kind=kind, packing="none"), steps=2, rtol=1e-5)

@@ -1,30 +1,45 @@
-"""What a pipeline's last stage alone computes with, or has: statistics, outputs, counts, an epoch's short batch."""
+"""Pipelines of a mesh: who gets which blocks, what ranks tell each other, and what the last stage alone has."""
 
 from __future__ import annotations
 
 import random
 from collections import namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, Metric, PearsonCorrCoef
+from transformers import DynamicCache
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.run.resume import ExactResume
 from dlo_framework.strategy_abilities import Pipelined
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
+from dlo_plugins.parallel.mesh import pipelined_task
+from dlo_plugins.parallel.mesh.pipelined_task import (
+    PipelinedTask,
+    PipelineOptions,
+    check_task,
+    concat_batches,
+    forward_costs,
+)
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.language.causal_lm import CausalLM
 from support import fsdp_nets
 from support.runs import Watch
 
@@ -319,3 +334,144 @@ def test_all_stages_have_one_noise_and_a_resume_amid_an_accumulation_equals_to_t
     assert whole[0][-len(after[0]) :] == after[0]
     for key, value in whole[1].items():
         assert torch.equal(after[1][key], value), key
+
+
+# --- what the ranks of a pipeline tell each other of a batch, and what they wait for ---------------------------------
+
+
+class Placed:
+    """Something that can be moved, as a tensor of an accelerator's; a CPU has no second device for tensors."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def to(self, device: Any, **_: Any) -> Placed:
+        return Placed(str(device))
+
+
+class Told(Task):
+    """Gives back the model's outputs."""
+
+    def configure_model(self) -> None: ...
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def pipelined(is_last: bool, device: str, outputs: Any = None) -> PipelinedTask:
+    placement = SimpleNamespace(ranks=2, stages=2, rank_of=lambda stage: stage)
+    found: Any = SimpleNamespace(placement=placement, is_last=is_last, device=torch.device(device), group=None)
+    found.without_other_stages = nullcontext
+    found.evaluate = lambda parts, forward, stream: [outputs] if is_last else None
+    return PipelinedTask(Told(), found, micro_batches=2)
+
+
+def test_outputs_are_told_from_the_cpu_and_the_last_stage_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: sent.extend(objects))
+    outputs = {"logits": Placed("cuda:1"), "pair": (Placed("cuda:1"), Placed("cuda:1"))}
+    found = pipelined(True, "cuda:1", outputs).predict((torch.zeros(1, 2),), 0)
+    assert [item.device for item in (sent[0]["logits"], *sent[0]["pair"])] == ["cpu"] * 3
+    assert [item.device for item in (found["logits"], *found["pair"])] == ["cuda:1"] * 3
+
+
+def test_measures_reach_all_stages_in_single_precision_whatever_the_default_dtype(
+    monkeypatch: pytest.MonkeyPatch, default_dtype: None
+) -> None:
+    told = ({"val_loss": 2.2987654}, {})
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: objects.__setitem__(0, told))
+    stage = pipelined(False, "cpu")
+    logged: dict[str, Tensor] = {}
+    monkeypatch.setattr(pipelined_task, "log_measures", lambda task, measures, batch: logged.update(measures))
+    stage.evaluate((torch.zeros(1, 2),))
+    assert logged["val_loss"].item() == pytest.approx(2.2987654, rel=1e-6)
+
+
+def test_outputs_that_cannot_be_joined_are_named() -> None:
+    parts = [
+        {"all": [torch.ones(rows), None, "x", torch.tensor(0.07), torch.tensor(value), 2.0 * value, 3]}
+        for rows, value in ((2, 1.0), (1, 4.0))
+    ]
+    rows, *plain = concat_batches(parts, [2 / 3, 1 / 3])["all"]
+    assert rows.shape == (3,)
+    # A learned temperature is that of one process, and a term of a loss its mean.
+    assert plain == [None, "x", torch.tensor(0.07), torch.tensor(2.0), 4.0, 3]
+    with pytest.raises(DloError, match=r"got different values of int; leave it out"):
+        concat_batches([{"count": 2}, {"count": 3}], [0.5, 0.5])
+    with pytest.raises(DloError, match=r"got a DynamicCache; leave it out .*use_cache=False"):
+        concat_batches([{"past": DynamicCache()}, {"past": DynamicCache()}], [0.5, 0.5])
+
+
+# --- who gets which blocks of a pipeline: by the work that the data will make, on one process as on many -------------
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 6}
+
+
+def causal(vocab_size: int = 100, **more: Any) -> CausalLM:
+    sizes = {"intermediate_size": 128, "vocab_size": vocab_size, "max_position_embeddings": 4096}
+    return CausalLM(config={**LLAMA, **sizes, **more})
+
+
+def split(task: Any, ranks: int = 2, datamodule: Any = None, **options: Any) -> Any:
+    task = task.on_meta()
+    return PipelineOptions(**options).choose_split(task, task.parallel_plan(), ranks, datamodule)
+
+
+def test_blocks_of_one_size_are_shared_out_with_the_head_counted() -> None:
+    assert split(causal()) == [3, 3]
+    assert split(causal(vocab_size=10_000)) == [4, 2]
+    assert split(causal(), split=[1, 5]) == [1, 5]
+    assert sum(split(causal(), schedule="ZBV")) == 6
+    assert len(split(causal(), schedule="ZBV")) == 4
+
+
+def test_the_data_tell_how_long_sequences_are() -> None:
+    task = causal().on_meta()
+    costs = {
+        length: forward_costs(task, task.parallel_plan(), SimpleNamespace(seq_len=length)) for length in (64, 1024)
+    }
+    short, long = costs[64], costs[1024]
+    assert short is not None
+    assert long is not None
+    assert long.head == 16 * short.head == 2 * 64 * 100 * 1024
+    assert long.blocks[0] > 16 * short.blocks[0]  # Attention grows with the square.
+
+
+def test_the_mesh_that_is_drawn_is_the_one_that_runs() -> None:
+    task = causal(vocab_size=10_000)
+    strategy = MeshStrategy(pp=2, dp_shard=1, micro_batches=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    assert strategy.mesh_spec() == MeshSpec(pp=2, dp_shard=1)
+    drawn = strategy.describe(task, SimpleNamespace(seq_len=64))
+    assert [len(stage.blocks) for stage in drawn.stages] == split(task, datamodule=SimpleNamespace(seq_len=64))
+
+
+def test_a_task_that_generates_without_the_pipeline_is_refused_before_it_starts() -> None:
+    class Alone(CausalLM):
+        generates_in_stages = False
+
+    strategy = MeshStrategy(pp=2, dp_shard=1, micro_batches=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.check_predict(CausalLM(config=LLAMA))
+    with pytest.raises(DloError, match=r"must set generates_in_stages under pp > 1, got Alone; run its forwards by"):
+        strategy.check_predict(Alone(config=LLAMA))
+
+
+def test_parameters_outside_of_the_model_are_refused() -> None:
+    task = ImageClassifier("vit_tiny_patch16_224", num_classes=10, image_size=32)
+    task.temperature = torch.nn.Parameter(torch.ones(()))
+    twin = task.on_meta()
+    spec = MeshSpec(pp=2, dp_shard=1)
+    with pytest.raises(DloError, match=r"got 'temperature' of ImageClassifier; make it a part of"):
+        PipelineOptions().check(twin, twin.parallel_plan(), spec, None)
+    twin.temperature.requires_grad = False
+    PipelineOptions().check(twin, twin.parallel_plan(), spec, None)
+
+
+@pytest.mark.parametrize("own", ["training_step", "backward"])
+def test_a_task_with_a_step_of_its_own_is_refused(own: str) -> None:
+    """A schedule runs forward and backward, and would leave the task's out."""
+    task = type("Own", (CausalLM,), {own: lambda self, *args: None})(config=LLAMA)
+    with pytest.raises(DloError, match=rf"by inputs\(\) and loss\(\), got a {own} of Own"):
+        check_task(task)

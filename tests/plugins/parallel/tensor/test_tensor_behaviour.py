@@ -1,8 +1,11 @@
-"""What passes between ranks, dropout, recomputation, bfloat16, and copies."""
+"""Models cut over ranks: parity with the whole model, what passes between ranks, dropout, recomputation, bfloat16."""
+
+from __future__ import annotations
 
 import copy
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
+from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
+from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_models import hidden_states
+from support.fsdp_nets import Batches, differ, trainer
+from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task
 from support.tensor_models import (
     VIT,
     assert_close,
+    compare,
     cut,
     image_loss,
     image_model,
@@ -29,6 +39,7 @@ from support.tensor_models import (
     tokens,
     whole_gradients,
 )
+from support.token_batches import SIZES, Tokens
 
 
 def same_on_all(value: Tensor) -> bool:
@@ -330,3 +341,161 @@ def test_behaviour_on_two_ranks() -> None:
 @pytest.mark.slow
 def test_bfloat16_recomputation_and_compiled_blocks() -> None:
     run_distributed(_run, 2, (_mixed, _lengths_recomputed, _compiled))
+
+
+# --- models cut over 2 and 4 ranks have the loss, the gradients and the steps of the whole model ---------------------
+
+
+NO_DROPOUT = {"attention_dropout": 0.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases of queries, keys and values
+    "qwen3": {},  # norms of each head's queries and keys
+    "mistral": {"sliding_window": 4},
+    "gemma": {"tie_word_embeddings": True, "num_key_value_heads": 1},  # one key/value head for all
+    "gemma2": {"tie_word_embeddings": True},  # soft-capped logits, norms after attention and MLP
+    "gemma3_text": {"tie_word_embeddings": True},
+    "granite": {},  # scaled logits
+    "gpt_neox": NO_DROPOUT,  # fused by head, attention and MLP side by side
+    "phi": NO_DROPOUT,  # side by side after one norm, biases everywhere, the head too
+    "phi3": {},  # packed queries, keys and values, of different sizes
+    "cohere": {"use_qk_norm": True, "tie_word_embeddings": True},
+    "olmo2": {},  # norms over all heads
+    "starcoder2": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 8, "attn_pdrop": 0.0, "tie_word_embeddings": True},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},  # MLP in the block
+}
+FEW = ("llama", "phi3", "gpt2")
+ON_FOUR = ("llama", "gemma", "qwen3", "phi3", "gpt_neox", "olmo2", "gemma2")
+
+
+def _language(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        make = functools.partial(language_model, name, **FAMILIES[name])
+        for sequence_parallel in (False, True) if name != "opt" else (False,):
+            compare(make, text_loss, sequence_parallel, f"{name}, sequence {sequence_parallel}")
+    for length in (2, 8):  # fewer tokens than ranks; as many for each
+        loss = functools.partial(text_loss, length=length)
+        compare(functools.partial(language_model, "llama"), loss, True, f"{length} tokens")
+
+
+VITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms of queries and keys, layer scale": {"qk_norm": True, "init_values": 0.1},
+    "registers, mean of tokens, an even length": {"reg_tokens": 2, "class_token": False, "global_pool": "avg"},
+}
+
+
+def _vision(rank: int, world_size: int) -> None:
+    for what, more in VITS.items():
+        make = functools.partial(image_model, "vit_tiny_patch16_224", **VIT, **more)
+        for sequence_parallel in (False, True):
+            compare(make, image_loss, sequence_parallel, f"vit: {what}, sequence {sequence_parallel}")
+    packed = functools.partial(image_model, "vit_giant_patch14_reg4_dinov2", **{**VIT, "mlp_ratio": 4})
+    compare(packed, image_loss, True, "a gate packed with the values")
+
+
+def _all(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    _language(rank, world_size, names)
+    _vision(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, FEW),
+        pytest.param(2, tuple(name for name in FAMILIES if name not in FEW), marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.slow),
+    ],
+)
+def test_language_models_and_vision_transformers(ranks: int, names: tuple[str, ...]) -> None:
+    run_distributed(_all, ranks, names)
+
+
+def _coatnets(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    loss = functools.partial(image_loss, size=64)
+    for name in names:
+        compare(functools.partial(image_model, name, img_size=64, num_classes=5), loss, False, name, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [("coatnet_nano_rw_224",), ("coatnet_rmlp_nano_rw_224",), ("maxvit_tiny_tf_224", "coatnext_nano_rw_224")],
+)
+def test_attention_over_pixels(names: tuple[str, ...]) -> None:
+    run_distributed(_coatnets, 2, names)
+
+
+# --- optimizers of full tensors under tp: one rank steps and keeps each sliced tensor; the bytes are counted ---------
+
+
+def _run_full(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
+    run = trainer(world, STRATEGIES["tp"](), max_steps=STEPS, max_epochs=-1, gradient_clip_val=1e6)
+    use_canonical_checkpoints(run)
+    run.fit(task(name), Batches(data()))
+    optimizer, strategy = run.optimizers[0], run.strategy
+    share = strategy.engine.shares.share_of("model.blocks.0.mlp.fc1.weight")
+    held = strategy.optimizer_tensors(optimizer)
+    sliced = {key: tuple(share.full_shape(key)) for key in share.slices if key in share.shapes}
+    state = {key for key, tensor in held.items() if key in sliced and optimizer.state[tensor]}
+    weights = gather_full_weights(run)
+    found = {
+        "sliced": sliced,
+        "held": sorted(held),
+        "state": sorted(state),
+        "sent": share.tensor_parallel.elements["exchange"],
+        "difference": differ(
+            {key: value for key, value in weights.items() if key.startswith("model.")}, plain_loop(name, 1)
+        )
+        if rank == 0
+        else 0.0,
+    }
+    return found
+
+
+def test_each_sliced_tensor_is_stepped_by_one_rank(tmp_path: Path) -> None:
+    first, second = run_distributed(_run_full, 2, tmp_path, "lamb8bit", timeout=200)
+    sliced = first["sliced"]
+    assert len(sliced) >= 8
+    both = set(first["held"]) & set(second["held"])
+    assert not both & sliced.keys()
+    assert set(first["held"]) | set(second["held"]) >= sliced.keys()
+    assert both, "tensors without slices are stepped by both"
+    assert not set(first["state"]) & set(second["state"])
+    assert set(first["state"]) | set(second["state"]) == sliced.keys()
+    # Slices of the gradient and of the old values to the owner, and of the new values from it.
+    elements = sum(torch.Size(shape).numel() for shape in sliced.values())
+    assert first["sent"] + second["sent"] == STEPS * 3 * elements
+    loads = [sum(torch.Size(sliced[key]).numel() for key in rank["state"]) for rank in (first, second)]
+    assert max(loads) <= 0.6 * elements
+    assert first["difference"] < 1e-5
+
+
+#: Matrices of these sizes have gradients without a null space, whose eigenbasis would be arbitrary: no side that is
+#: longer than the other has a basis, and a step has more tokens than either.
+SOAP = {"precondition_frequency": 2, "max_precondition_dim": SIZES["hidden_size"]}
+
+
+def _soap(world: int, strategy: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    language = CausalLM(
+        config={"model_type": "llama", **SIZES},
+        optimizer="soap",
+        optimizer_args=SOAP,
+        lr=1e-2,
+        schedule="constant",
+    )
+    run = trainer(world, strategy, max_steps=STEPS, precision="64-true")
+    run.fit(language, datamodule=Tokens(1, steps=STEPS))
+    return gather_full_weights(run)
+
+
+def _soap_of_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return _soap(world, MeshStrategy(tp=world))
+
+
+def test_soap_has_the_weights_of_one_process_in_double_precision() -> None:
+    expected = _soap(1, "auto")
+    found = run_distributed(_soap_of_rank, 2, timeout=200)[0]
+    assert differ(found, expected) < 5e-5  # Its QR is in single precision.

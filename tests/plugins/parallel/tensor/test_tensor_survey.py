@@ -1,5 +1,8 @@
 """What tensor parallelism will do, and refuses, found out without a process group and without memory."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +18,10 @@ from dlo_framework.plan import ParallelPlan
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.parallel.tensor.tp_plan import Divisibility, Division, check_divisibility
 from dlo_plugins.parallel.tensor.tp_planner import make_tp_plan
-from support.tensor_models import SIZES, VIT, plan_of
+from dlo_tasks.language import adapters
+from dlo_tasks.language.adapters import Lora
+from support.odd_modules import INPUTS, WIDTH, Block, Odd, block, put
+from support.tensor_models import SIZES, VIT, language_model, plan_of
 
 
 def on_meta(family: str, **more: Any) -> Any:
@@ -142,3 +148,93 @@ def test_a_vocabulary_of_fewer_tokens_than_ranks() -> None:
     model = on_meta("gemma", vocab_size=3, num_key_value_heads=1)
     with pytest.raises(DloError, match=r"at most the 3 tokens of 'model.embed_tokens', .* got 4; set tp=3"):
         TensorParallel().check(model, plan_of(model), 4)
+
+
+# --- other adapters than LoRA and DoRA, whose parity is in `test_llm_adapters.py`, are refused -----------------------
+
+
+def test_other_adapters_are_refused() -> None:
+    model = language_model("llama")
+    adapters.add_adapters(model, model.get_output_embeddings(), Lora(rank=3), torch.float32)
+    model.model.layers[0].self_attn.q_proj.extra = nn.Linear(2, 2)  # type: ignore[index,union-attr,attr-defined]
+    with pytest.raises(
+        DloError, match=r"adapters of 'model.layers.0.self_attn.q_proj' must be LoRA or DoRA .* set tp=1"
+    ):
+        TensorParallel().check(model, plan_of(model), 2)
+
+
+# --- A user's tensor rules are tried on values before the first step; what they do not say is found ------------------
+
+
+class WithExample(Odd):
+    rules_of: tuple[str, ...] = ("column", "row")
+    more: dict[str, str] = {}  # noqa: RUF012
+
+    def example_batch(self, datamodule: Any) -> Any:
+        return torch.zeros(1, INPUTS), torch.zeros(1, dtype=torch.long)
+
+    def parallel_plan(self) -> ParallelPlan:
+        plan = super().parallel_plan()
+        return replace(plan, tensor={**dict(zip(plan.tensor, self.rules_of, strict=True)), **self.more})
+
+
+def made(**members: Any) -> WithExample:
+    task = type("Made", (WithExample,), members)()
+    task.configure_model()
+    return task
+
+
+def completed(task: Any) -> ParallelPlan:
+    tensor = TensorParallel()
+    plan = tensor.complete_plan(task, task.parallel_plan(), 2)
+    tensor.check(task.model, plan, 2)
+    return plan
+
+
+def packed(self: Any, hidden: Tensor) -> Tensor:
+    gate, value = hidden.chunk(2, -1)
+    return torch.sigmoid(gate) * value
+
+
+PACKED = block(act=packed, more=lambda self: put(self, fc1=nn.Linear(WIDTH, 32)))
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (
+            {"block": block(act=lambda self, hidden: hidden.softmax(-1))},
+            r"fc1: column, fc2: row, .* differs by \de-0\d",
+        ),
+        ({"block": PACKED}, "fc1: column, fc2: row, .* differs by"),
+        ({"block": PACKED, "rules_of": ("gate_up", "row")}, None),
+        ({}, None),
+        ({"more": {"blocks.*.norm": "replicate"}}, None),
+    ],
+    ids=["softmax", "packed", "gate_up", "no rule of the norm", "replicated norm"],
+)
+def test_rules_must_give_the_full_blocks_values(members: dict[str, Any], message: str | None) -> None:
+    task = made(**members)
+    if message is not None:
+        with pytest.raises(DloError, match=message):
+            completed(task)
+        return
+    plan = completed(task)
+    assert plan.rule_for("blocks.3.norm.weight") in ("sequence", "replicate")
+    task.example_batch = lambda datamodule: None
+    completed(task)  # Shapes tell where a norm of the block's width works.
+
+
+def test_a_rule_that_is_wrong_is_named_without_the_others() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Block(), block(act=lambda self, hidden: hidden.softmax(-1))()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    rules = {"blocks.*.*.fc1": "column", "blocks.*.*.fc2": "row"}
+    task = made(block=Two, parallel_plan=lambda self: replace(Odd.parallel_plan(self), tensor=rules))
+    with pytest.raises(DloError, match=r"got two\.fc1: column, two\.fc2: row, with which"):
+        completed(task)

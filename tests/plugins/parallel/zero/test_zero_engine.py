@@ -1,19 +1,28 @@
-"""The engine without Lightning, on 2 and 4 ranks: bytes held, elements passed, state after odd steps."""
+"""ZeRO's engine without Lightning, on 2 and 4 ranks: who owns what, bytes held, elements passed, offloading."""
+
+from __future__ import annotations
 
 import gc
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
+from dlo_plugins.parallel.flat_slices import FlatPartition
 from dlo_plugins.parallel.zero.flat_group import FlatGroup
+from dlo_plugins.parallel.zero.strategy import _may_read_weights
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
@@ -245,3 +254,113 @@ def _published_while_gathered(rank: int, world_size: int) -> list[float]:
 def test_what_a_unit_s_step_sends_waits_for_the_gather_under_way() -> None:
     for found in run_distributed(_published_while_gathered, 2, group_timeout=5.0, timeout=100):
         assert found == [20.0] * 32 + [21.0] * 32
+
+
+# --- stage 3 with parts of it in CPU memory: what lies where ---------------------------------------------------------
+
+
+#: Two names of one memory: what is on the first passes for an accelerator's.
+DEVICE, CPU_OFFLOAD = torch.device("cpu", 0), torch.device("cpu")
+#: What each option says of a trained group: where its shard rests, and where it is stepped.
+PLACES = {
+    None: (DEVICE, DEVICE),
+    "optimizer": (DEVICE, CPU_OFFLOAD),
+    "parameters": (CPU_OFFLOAD, DEVICE),
+    "both": (CPU_OFFLOAD, CPU_OFFLOAD),
+}
+
+
+def _engine(offload: str | None) -> tuple[nn.Module, Any, ZeroEngine]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    options = ZeroOptions(
+        3,
+        bucket_elements=1,
+        offload_optimizer=offload in ("optimizer", "both"),
+        offload_parameters=offload in ("parameters", "both"),
+    )
+    return model, optimizer, ZeroEngine(model, [optimizer], ["0", "1"], Communicator(), DEVICE, options)
+
+
+def _places(rank: int, world_size: int) -> dict[Any, Any]:
+    """Returns where groups lie by offload, and the bytes of copies for a step beside the shards."""
+    found: dict[Any, Any] = {}
+    for offload in PLACES:
+        model, optimizer, engine = _engine(offload)
+        places = {(group.trains, group.shard_device, group.step_device) for group in engine.groups}
+        loss = model(torch.randn(3, 4)).square().mean()
+        engine.before_backward(automatic=True)
+        loss.backward()
+        engine.after_backward(automatic=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        copies = sum(group.copy_bytes for group in engine.groups)
+        shards = sum(group.shard.nbytes for group in engine.groups if group.trains)
+        held = engine.count_state_bytes()["parameters"] - sum(group.shard.nbytes for group in engine.groups)
+        engine.dissolve()
+        found[offload] = places, copies, shards, held
+    return found
+
+
+def test_each_option_moves_what_it_names_and_nothing_else() -> None:
+    for offload, (places, copies, shards, held) in run_distributed(_places, 2)[0].items():
+        rests, home = PLACES[offload]
+        assert places == {(True, rests, home), (False, rests, rests)}, offload
+        # The copy that the CPU steps stays there; on the device it is there for a step alone.
+        assert copies == held == (shards if offload == "optimizer" else 0), offload
+
+
+# --- the arithmetic of who owns what, and who may read it ------------------------------------------------------------
+
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+RANKS = st.integers(1, 9)
+ALIGN = st.sampled_from([1, 2, 4, 8])
+
+
+@given(SIZES, RANKS, ALIGN)
+def test_every_element_has_one_owner(numels: list[int], ranks: int, align: int) -> None:
+    partition = FlatPartition(tuple(numels), ranks, align)
+    owned = [
+        (piece.parameter, element)
+        for rank in range(ranks)
+        for piece in partition.pieces(rank)
+        for element in range(piece.start, piece.start + piece.length)
+    ]
+    assert owned == [(number, element) for number, count in enumerate(numels) for element in range(count)]
+
+
+def test_the_paper_s_own_figures() -> None:
+    """7.5 billion parameters on 64 ranks, half precision with a master copy: its figure 1."""
+    for stage, gigabytes in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
+        # 2 psi parameters, 2 psi gradients, 12 psi optimizer state: six state tensors of two bytes.
+        found = paper_bytes(7_500_000_000, 64, stage, element=2, states=6)
+        assert (found.parameters + found.gradients + found.optimizer) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+class Ends(BoringModel):
+    def on_train_end(self) -> None:
+        """May read weights."""
+
+
+class Transfers(BoringModel):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "reads"),
+    [
+        (BoringModel(), [], False),
+        (BoringModel(), [LambdaCallback(on_train_batch_end=lambda *_: None)], True),
+        (BoringModel(), [ModelPruning("l1_unstructured", amount=0.5)], True),
+        (Ends(), [], True),
+        (Transfers(), [], True),
+    ],
+)
+def test_who_may_read_weights_between_a_step_and_the_next_forward(
+    module: Any, callbacks: list[Any], reads: bool
+) -> None:
+    assert _may_read_weights(SimpleNamespace(callbacks=callbacks), module) is reads  # type: ignore[arg-type]
