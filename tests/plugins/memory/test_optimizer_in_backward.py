@@ -285,7 +285,7 @@ class Peak(Callback):
             parameter.register_post_accumulate_grad_hook(look)
 
 
-def _compare_mesh(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def _compare_on_mesh(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy, options in cells:
         peaks, homes = [], []
@@ -334,7 +334,7 @@ def _compare_mesh(rank: int, world: int, folder: Path, cells: list[tuple[str, di
 )
 def test_a_mesh_has_the_weights_of_the_ordinary_step(tmp_path: Path, world: int, cells: list[Any]) -> None:
     prepare_texts(tmp_path)
-    ranks = run_distributed(_compare_mesh, world, tmp_path, cells, timeout=350)
+    ranks = run_distributed(_compare_on_mesh, world, tmp_path, cells, timeout=350)
     for found in ranks:
         if world == 2:
             assert "pp=2 adds up the gradients of micro-batches" in found.pop("pp")

@@ -1,6 +1,8 @@
-"""Rotor against brute force over its schedules."""
+"""Rotor and offloading against brute force; chains and schedules: the operations of a step, their time and memory."""
 
+import dataclasses
 import itertools
+import json
 import math
 import random
 import re
@@ -9,9 +11,24 @@ from dataclasses import replace
 import pytest
 
 from dlo_framework.errors import DloError
+from dlo_plugins.memory.offload import solve_offload
 from dlo_plugins.memory.rotor import LeastMemory, RotorTable, keep_fastest, solve, solve_alone
-from dlo_plugins.memory.schedule import Chain, Keep, Mode, Recompute, Stage, predict, simulate
-from support.remat_chains import all_nodes, equal_chain, random_chain, time_and_peak
+from dlo_plugins.memory.schedule import (
+    Chain,
+    Keep,
+    Link,
+    Mode,
+    Recompute,
+    Schedule,
+    Stage,
+    Transfer,
+    list_operations,
+    plan_transfers,
+    predict,
+    simulate,
+)
+from dlo_plugins.plan.command import remat
+from support.remat_chains import all_nodes, equal_chain, random_chain, random_nodes, time_and_peak
 
 
 def brute_force(chain):
@@ -159,3 +176,190 @@ def test_parameters_that_stay_gathered_count():
 
 def kind(item):
     return item.operation.kind.value == "backward"
+
+
+# offloading against enumeration of all its schedules; the simulator's own times are those of test_remat_schedule
+
+
+def random_link(rng):
+    return Link(rng.choice((0.25, 0.5, 1.0, 2.0)), rng.choice((0.25, 0.5, 1.0, 2.0)))
+
+
+def all_offloaded(chain):
+    """Yields the nodes of all persistent schedules of a chain, with any outermost nodes but the last offloaded."""
+    for nodes in all_nodes(tuple(len(stage.modes) for stage in chain.stages)):
+        for flags in itertools.product((False, True), repeat=len(nodes) - 1):
+            yield tuple(replace(node, offload=flag) for node, flag in zip(nodes, (*flags, False), strict=True))
+
+
+def best_of_all(chain, budget, link):
+    """Returns the least time of all schedules with copies within a budget."""
+    best = math.inf
+    for nodes in all_offloaded(chain):
+        try:
+            transfers = plan_transfers(chain, nodes, budget)
+        except DloError:
+            continue
+        found = predict(chain, nodes, transfers, link)
+        assert found.peak <= budget
+        best = min(best, found.time)
+    return best
+
+
+def check_against_enumeration(rng, count, longest):
+    """Compares the program with all schedules; returns the number of budgets, and of those in which it offloads."""
+    total = offloads = 0
+    for _ in range(count):
+        length = rng.randint(2, longest)
+        chain = random_chain(rng, length, modes=2 if length < 4 else 1, loss=rng.random() < 0.8)
+        link = random_link(rng)
+        least, most = LeastMemory(chain).budget, keep_fastest(chain).peak
+        budget = rng.randint(max(0, least - 2), max(least, most - 1))
+        best = best_of_all(chain, budget, link)
+        if math.isinf(best):
+            with pytest.raises(DloError, match="budget must be at least"):
+                solve_offload(chain, budget, link)
+            continue
+        schedule = solve_offload(chain, budget, link, places=6)
+        assert schedule.time == pytest.approx(best, rel=1e-9)
+        assert schedule.peak <= budget
+        total += 1
+        offloads += any(node.offload for node in schedule.nodes)
+    return total, offloads
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "longest", "offloads"),
+    [(2, 60, 4, 8), pytest.param(3, 300, 6, 80, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+)
+def test_the_program_equals_enumeration(seed, count, longest, offloads):
+    total, found = check_against_enumeration(random.Random(seed), count, longest)
+    assert total > count / 2
+    assert found > offloads
+
+
+def test_edges_of_offloading():
+    chain = equal_chain(4, Mode("all", 10, 1.0, 2.0), 2)
+    fast = Link(1e6, 1e6)
+    assert solve_offload(chain, 10**12, fast).nodes == keep_fastest(chain).nodes
+    budget = LeastMemory(chain).budget
+    assert solve_offload(chain, budget, fast).peak <= budget
+    with pytest.raises(DloError, match=f"budget must be at least {budget} bytes"):
+        solve_offload(chain, 3, fast)
+    with pytest.raises(DloError, match="budget must be at least"):
+        solve_offload(chain, -1, fast)
+    for key in ("states", "places"):
+        with pytest.raises(DloError, match=f"{key} must be at least 1, got 0"):
+            solve_offload(chain, 40, fast, **{key: 0})
+    # A link that is too slow for any copy leaves recomputation.
+    slow = solve_offload(chain, 40, Link(1e-9, 1e-9))
+    assert slow.time == solve(chain, 40).time
+    with pytest.raises(DloError, match=r"budget must be at least 46 bytes .* for these nodes, got 21"):
+        plan_transfers(chain, [Keep(stage) for stage in range(5)], 21)
+
+
+# --- chains and schedules: validation, the operations of a step, their time and memory -------------------------------
+
+
+MODE = Mode("all", 10, 1.0, 2.0)
+
+
+def test_operations_come_in_the_order_of_a_step():
+    chain = equal_chain(3, MODE, 2)
+    inner = (Recompute(0, 0, (Keep(0),)), Keep(1))
+    schedule = predict(chain, (Recompute(0, 1, inner), Keep(2), Keep(3)))
+    operations = list(list_operations(schedule))
+    assert [(o.kind.value, o.stage, o.run, o.drops_input) for o in operations] == [
+        ("run", 0, 0, False),
+        ("run", 1, 0, True),
+        ("save", 2, 0, False),
+        ("save", 3, 0, False),
+        ("backward", 3, 0, False),
+        ("backward", 2, 0, False),
+        ("run", 0, 1, False),
+        ("save", 1, 1, False),
+        ("backward", 1, 1, False),
+        ("save", 0, 2, False),
+        ("backward", 0, 2, False),
+    ]
+    assert {o.node for o in operations if o.stage < 2} == {0}
+    assert schedule.forwards == (3, 2, 1, 1)
+    assert schedule.time == 7 * 1.0 + 4 * 2.0
+
+
+def test_memory_over_time_of_a_schedule_by_hand():
+    """Two blocks of output 2 that keep 10, the first recomputed, and a loss."""
+    chain = equal_chain(2, dataclasses.replace(MODE, backward_peak=1), 2, forward_peak=5)
+    found = simulate(chain, predict(chain, (Recompute(0, 0, (Keep(0),)), Keep(1), Keep(2))))
+    # Columns: kind, stage, peak while it runs, bytes after it.
+    assert [(r.operation.kind.value, r.operation.stage, r.peak, r.memory) for r in found.operations] == [
+        ("run", 0, 2 + 2 + 5, 4),
+        ("save", 1, 4 + 10, 14),
+        ("save", 2, 14, 14),
+        ("backward", 2, 14 + 2, 16),  # The gradient of the second block's output is made.
+        ("backward", 1, 16 + 2 + 1, 4),  # Left: the first block's input, and the gradient of its output.
+        ("save", 0, 4 + 10, 14),
+        ("backward", 0, 14 + 2 + 1, 2),
+    ]
+    assert found.peak == 19
+
+
+def test_time_and_peak_are_those_of_the_papers_definitions():
+    rng = random.Random(0)
+    for _ in range(300):
+        chain = random_chain(rng, rng.randint(1, 7), modes=3, loss=rng.random() < 0.5)
+        nodes = random_nodes(rng, chain)
+        found = simulate(chain, Schedule(nodes))
+        assert (found.time, found.peak) == time_and_peak(chain, nodes)
+
+
+def test_copies_run_beside_computation_in_the_order_of_issue():
+    chain = equal_chain(3, MODE, 2)  # Each block keeps 8 bytes besides input and output.
+    nodes = (Keep(0, offload=True), Keep(1, offload=True), Keep(2), Keep(3))
+    transfers = (Transfer(0, release=2, prefetch=1), Transfer(1, release=3, prefetch=3))
+    link = Link(to_host=4.0, to_device=5.0)
+    found = simulate(chain, Schedule(nodes, transfers=transfers), link)
+    rows = {(r.operation.kind.value, r.operation.stage): (r.start, r.end, r.memory) for r in found.operations}
+    assert rows["offload", 0][:2] == (1.0, 3.0)  # 8 bytes: the chain's input is never copied.
+    assert rows["offload", 1][:2] == (3.0, 5.5)  # 10 bytes, after the copy before.
+    assert rows["release", 0] == (2.0, 3.0, 2 + 2 + 8 + 2)
+    assert rows["release", 1][:2] == (4.0, 5.5)
+    assert rows["save", 3][:2] == (5.5, 6.5)
+    assert rows["prefetch", 1][:2] == (6.5, 8.5)
+    assert rows["arrive", 1][:2] == (10.5, 10.5)
+    assert rows["prefetch", 0][:2] == (10.5, pytest.approx(12.1))
+    assert rows["backward", 0][:2] == (12.5, 14.5)
+    assert found.waited == 1.0 + 1.5
+    assert found.time == 14.5
+
+
+# --- the command ``dlo remat``: ranks of the axes where devices is auto, offloading, and wrong options ---------------
+
+
+@pytest.mark.slow
+def test_it_plans_with_offloading_for_the_ranks_of_the_axes(capsys, tmp_path):
+    picture = tmp_path / "schedule.png"
+    options = ["--config", "digits/mesh", "--budget", "60%", "--offload", "--link", "1TB/s", "--json"]
+    options += ["--trainer.strategy.init_args.micro_batches", "2"]
+    assert remat([*options, "--png", str(picture), "--trainer.devices", "auto"]) == 0
+    found = capsys.readouterr()
+    assert "devices is auto; ranks: " in found.err
+    for own in json.loads(found.out):
+        for plan in own:
+            assert plan["predicted_peak"] <= plan["budget"]
+            assert plan["offloaded_bytes"] > 0
+            assert any(stage["offloaded"] for stage in plan["stages"])
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--link", "25GB/s"], "remat: --link must come with --offload, got 25GB/s without; add --offload"),
+        (["--offload", "--link", "auto"], "remat: --link must be a rate, got auto, which a run measures; give 25GB/s"),
+        (["--budget", "auto"], "remat: --budget must be a size or a share, got auto"),
+    ],
+)
+def test_wrong_options_name_the_fix(options, message):
+    with pytest.raises(DloError, match=message):
+        remat(["--config", "digits/rotor", *options])

@@ -205,7 +205,7 @@ def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(ranks: list
 
 
 UNITS = ["net.blocks.*", "net.filter"]
-STRATEGIES_COMPLEX = {
+DIVIDING = {
     "ddp": DataParallelStrategy,
     "zero1": lambda: ZeroStrategy(1),
     "zero3": lambda: ZeroStrategy(3),
@@ -244,7 +244,7 @@ def they_train_under_each_strategy_as_alone(rank: int, world: int, folder: Path)
     expected = alone(Spectral())
     moved = {name: float((value - expected[name]).abs().max()) for name, value in Spectral().state_dict().items()}
     assert min(moved.values()) > 1e-3
-    for name, strategy in STRATEGIES_COMPLEX.items():
+    for name, strategy in DIVIDING.items():
         run = trainer(world, strategy())
         run.fit(Spectral(), mine(rank, world))
         weights = gather_full_weights(run)

@@ -1,20 +1,38 @@
-"""Profile on one process: the parts add up, planted waits are named, and nothing is left behind."""
+"""Profile on one process and on two: the parts add up, planted waits are named, and nothing is left behind."""
+
+from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dlo_framework import Task
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.watch.monitor import StepClock
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.profile import callback
 from dlo_plugins.profile.callback import Profile
-from dlo_plugins.profile.operations import ATTENTION, DATA, KINDS, MATRIX, OPTIMIZER
+from dlo_plugins.profile.model_report import memory_table
+from dlo_plugins.profile.module_ranges import ModuleRanges, trace_ranges
+from dlo_plugins.profile.operations import ATTENTION, DATA, EXPOSED, KINDS, MATRIX, OPTIMIZER
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
 from support.monitored import Net, fit, is_the_step
+from support.runs import Losses
+from support.strategies import STRATEGIES
 from support.trainers import quiet_trainer
 
 
@@ -196,3 +214,252 @@ def test_ranks_and_devices_that_are_not_there_are_refused_before_a_step(tmp_path
         fit(tmp_path, callbacks=[Profile(ranks=[3])])
     with pytest.raises(DloError, match="without an NVIDIA GPU, got nvtx"):
         fit(tmp_path, callbacks=[Profile(formats=["nvtx"])])
+
+
+# --- Profile on two ranks: a slow loader and a slow rank are named, and a run with it equals one without -------------
+
+
+#: Gathers ahead of their use.
+SOME = ("zero3",)
+STEPS = 9
+
+
+def train(folder: Path, strategy: Any, module: Any, data: Any, callbacks: list[Callback]) -> Trainer:
+    seed_everything(5, workers=True, verbose=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    register_data_parallel()
+    every = add_default_callbacks(
+        callbacks, run_folder=folder, model=module, config="{}", progress_bar=False, checkpoints=False
+    )
+    trainer = quiet_trainer(
+        devices=2, strategy=strategy, max_steps=STEPS, callbacks=every, profiler=StepClock(), limit_val_batches=0
+    )
+    use_canonical_checkpoints(trainer)
+    trainer.fit(module, data)
+    return trainer
+
+
+def classifier() -> ImageClassifier:
+    seed_everything(5, verbose=False)
+    args = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    return ImageClassifier("vit_tiny_patch16_224", model_args=args, num_classes=10, schedule="constant")
+
+
+def trained(rank: int, world_size: int, folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns each strategy's losses without and with Profile, and the profiles' figures."""
+    found: dict[str, Any] = {}
+    for name in names:
+        make, runs = STRATEGIES[name], []
+        for own in ([], [Profile(wait=3, warmup=1, active=3, machine="cpu")]):
+            losses = Losses()
+            place = folder / f"{name}{len(own)}"
+            train(place, make(), classifier(), DigitsData(image_size=16, batch_size=16), [losses, *own])
+            runs.append(losses.found)
+        report = own[0].report
+        figures = None
+        if report is not None:
+            figures = [(each.explained, each.breakdown.kind(EXPOSED), each.waits is not None) for each in report.ranks]
+        found[name] = (*runs, figures, sorted(path.name for path in (folder / f"{name}1" / "profile").iterdir()))
+    return found
+
+
+def overlapped(rank: int, world_size: int, folder: Path) -> int:
+    """Profiles under a strategy whose gathers go on after a step: only dlo's callbacks are there."""
+    profile = Profile(wait=1, warmup=1, active=2, machine="cpu", formats=["chrome"], waits=False)
+    train(folder, ZeroStrategy(2), classifier(), DigitsData(image_size=16, batch_size=32), [profile])
+    return 0 if profile.report is None else len(profile.report.ranks)
+
+
+def test_collectives_in_flight_end_before_the_profiler(tmp_path) -> None:
+    """Processes ended by memory errors where gloo completed a gather after the profiler had stopped."""
+    assert run_distributed(overlapped, 2, tmp_path, backend=None) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param(("ddp", "zero3", "fsdp", "tp", "pp"), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_run_with_a_profile_equals_one_without_and_each_rank_adds_up(tmp_path, names) -> None:
+    first, second = run_distributed(trained, 2, tmp_path, names, backend=None)
+    for name in names:
+        plain, profiled, figures, files = first[name]
+        assert len(plain) == STEPS, name
+        assert profiled == plain, name  # to the bit
+        assert second[name][1] == second[name][0], name
+        assert len(set(plain)) == STEPS, name  # it trains
+        assert second[name][2] is None  # rank 0 reports
+        assert len(figures) == 2
+        for explained, exposed, searched in figures:
+            assert is_the_step(explained), name
+            assert exposed > 0, name
+            assert searched
+        traces = [file for file in files if file.startswith("rank_")]
+        assert traces == ["rank_0.0.pt.trace.json.gz", "rank_1.0.pt.trace.json.gz"], name
+
+
+class Faulty(LightningModule):
+    """A net whose steps take some milliseconds, with a planted fault on rank 1."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        self.fault = fault
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].repeat(64, 1)
+        if self.global_rank == 1 and self.fault == "compute":
+            for _ in range(240):
+                torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+        if self.global_rank == 1 and self.fault == "host":
+            time.sleep(0.2)
+        return self.net(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class SlowRows(TensorDataset):
+    """Rows that rank 1 loads slowly."""
+
+    def __init__(self, slow: bool) -> None:
+        super().__init__(torch.randn(8 * STEPS, 256))
+        self.slow = slow
+
+    def __getitem__(self, index: int) -> Any:
+        if self.slow:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def planted(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Returns, for each fault, the rank and the cause that the report names, on rank 0."""
+    found = {}
+    for fault in ("compute", "host", "data"):
+        data = DataLoader(SlowRows(fault == "data" and rank == 1), batch_size=4)
+        own = Profile(wait=2, warmup=1, active=4, machine="cpu", formats=["chrome"], waits=False)
+        train(folder / fault, "ddp", Faulty(fault), data, [own])
+        if rank == 0:
+            found[fault] = json.loads((folder / fault / "profile" / "report.0.json").read_text())["stragglers"]
+    one = Profile(wait=2, warmup=1, active=2, machine="cpu", formats=["chrome"], ranks=[1])
+    train(folder / "one", "ddp", Faulty(""), DataLoader(SlowRows(False), batch_size=4), [one])
+    if rank == 0:
+        found["one"] = [each.rank for each in one.report.ranks], [p.name for p in (folder / "one").rglob("*.trace.*")]
+    return found
+
+
+@pytest.mark.slow
+def test_planted_faults_are_named_with_their_rank_and_cause(tmp_path) -> None:
+    found = run_distributed(planted, 2, tmp_path, backend=None)[0]
+    for fault in ("compute", "host", "data"):
+        assert (found[fault]["slowest"], found[fault]["cause"]) == (1, fault), found[fault]["text"]
+    assert found["one"] == ([1], ["rank_1.0.pt.trace.json.gz"])
+    # 240 products, 200 ms of sleep, four rows of 50 ms: most of it is that cause's.
+    assert found["host"]["by_cause"]["host"] > 0.15
+    assert found["data"]["by_cause"]["data"] > 0.15
+
+
+# ranges around modules: their order in forward and backward, and nothing of them in the results or afterwards
+
+
+class Log:
+    """Ranges as NVTX has them, by id."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+        self._names: list[str] = []
+
+    def begin(self, module: str, phase: str) -> int:
+        name = f"{module} {phase}"
+        self.events.append(("begin", name))
+        self._names.append(name)
+        return len(self._names) - 1
+
+    def end(self, number: int) -> None:
+        self.events.append(("end", self._names[number]))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_backward_ranges_are_in_the_order_of_backward_and_gradients_are_equal() -> None:
+    model, x, log = net(), torch.randn(3, 4), Log()
+    plain = gradients(model, x)
+    ranges = ModuleRanges(model, log.begin, log.end)
+    ranges.start()
+    found = gradients(model, x)
+    ranges.end_backward()
+    ranges.stop()
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    begins = [name for what, name in log.events if what == "begin"]
+    ends = [name for what, name in log.events if what == "end"]
+    assert begins == [
+        "0 forward", "1 forward", "2 forward", "2 backward", "1 backward", "0 backward",
+    ]  # fmt: skip
+    assert sorted(ends) == sorted(begins)  # also that of layer 0, whose input has no gradient
+    assert log.events.index(("end", "2 backward")) < log.events.index(("begin", "0 backward"))
+    log.events.clear()
+    gradients(model, x)
+    assert log.events == []
+
+
+def test_hooks_are_gone_afterwards_also_after_an_error() -> None:
+    model = net()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    handle = model[2].register_forward_pre_hook(fail)
+    ranges = trace_ranges(model)
+    ranges.start()
+    with pytest.raises(RuntimeError, match="boom"):
+        model(torch.randn(3, 4))
+    ranges.stop()
+    handle.remove()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert not any(part._forward_hooks_always_called for part in model.modules())
+
+
+# --- the table of memory has the state of the run's own optimizer ----------------------------------------------------
+
+
+CONFIG: dict[str, Any] = {"trainer": {"accelerator": "cpu"}, "data": {"init_args": {"batch_size": 8}}}
+
+
+class Classes(Task):
+    def __init__(self, optimizer: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__()
+        self.optimizer, self.options = optimizer, options
+
+    def configure_model(self) -> None:
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), lr=0.1, **self.options)  # type: ignore[call-arg]
+
+
+class Zeros(ResumableDataModule):
+    def train_dataloader(self) -> Any:
+        return self.train_loader(torch.utils.data.TensorDataset(torch.zeros(64, 16), torch.zeros(64, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "moments"),
+    [(torch.optim.SGD, {}, 0), (torch.optim.SGD, {"momentum": 0.9}, 1), (torch.optim.AdamW, {}, 2)],
+)
+def test_the_optimizer_s_state_is_that_of_the_run(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], moments: int
+) -> None:
+    table = memory_table(CONFIG, Classes(optimizer, **options), Zeros(batch_size=8), [8, 16], None)
+    for memory in table.memory[None].values():
+        assert memory.parameters > 0
+        assert memory.optimizer == pytest.approx(moments * memory.parameters, rel=0.01)

@@ -110,10 +110,10 @@ def test_adapters_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
 
 
 SIZES: dict[str, Any] = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
-IDS_NF4 = torch.arange(24).view(2, 12)
+ROWS = torch.arange(24).view(2, 12)
 
 
-def make_nf4(**lora: Any) -> Any:
+def quantised(**lora: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     adapters.add_adapters(model, model.lm_head, Lora(rank=3, base_block=32, **lora), torch.float32)
@@ -128,7 +128,7 @@ def compare_gradients(model: Any) -> Any:
     plain = copy.deepcopy(model)
     adapters.dequantise_base(plain)
     for each in (model, plain):
-        each(input_ids=IDS_NF4, labels=IDS_NF4).loss.backward()
+        each(input_ids=ROWS, labels=ROWS).loss.backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
@@ -147,17 +147,17 @@ def compare_gradients(model: Any) -> Any:
     ],
 )
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(lora: dict[str, Any]) -> None:
-    model = make_nf4(**lora)
+    model = quantised(**lora)
     assert sum(isinstance(module, FourBitLinear) for module in model.modules()) == 14
     compare_gradients(model)
 
 
 def test_the_weights_take_a_little_more_than_half_a_byte() -> None:
-    model = make_nf4(base="nf4")
+    model = quantised(base="nf4")
     held = sum(p.nbytes for m in model.modules() if isinstance(m, FourBitLinear) for p in m.parameters())
     count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, FourBitLinear))
     assert held / count == 0.5 + 2 / 32
-    model = make_nf4(base="nf4", double_quantisation=True)
+    model = quantised(base="nf4", double_quantisation=True)
     layers = [m for m in model.modules() if isinstance(m, FourBitLinear)]
     assert sum(p.nbytes for m in layers for p in m.parameters()) == sum(
         m.in_features * m.out_features * (0.5 + 1 / 32) + 4 * m.out_features for m in layers
@@ -183,9 +183,9 @@ def test_transposed_weights_are_those_of_their_linear_layers(lora: dict[str, Any
     assert float((layer.weight - weight).norm() / weight.norm()) < 0.2
     plain = compare_gradients(model)
     assert type(plain.transformer.h[0].attn.c_attn.base_layer).__name__ == "Conv1D"
-    logits = plain(input_ids=IDS_NF4).logits
+    logits = plain(input_ids=ROWS).logits
     adapters.merge_adapters(model)
-    torch.testing.assert_close(model(input_ids=IDS_NF4).logits, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(input_ids=ROWS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("values", [{"base": "nf5"}, {"base_block": 7}, {"double_quantisation": True}])

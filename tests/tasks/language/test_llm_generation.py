@@ -174,7 +174,7 @@ def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path):
 
 
 SIZES = {"vocab_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
-LLAMA_PROMPTS: dict[str, Any] = {"model_type": "llama", **SIZES, "intermediate_size": 8, "max_position_embeddings": 16}
+SHORT: dict[str, Any] = {"model_type": "llama", **SIZES, "intermediate_size": 8, "max_position_embeddings": 16}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 20,
@@ -211,7 +211,7 @@ def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dic
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA_PROMPTS, {**XGLM, "max_position_embeddings": 16}, MAMBA],
+    [SHORT, {**XGLM, "max_position_embeddings": 16}, MAMBA],
     ids=lambda config: config["model_type"],
 )
 def test_a_model_that_computes_its_positions_has_more(config: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ def test_windows_beyond_what_a_model_is_made_for_are_warned_of() -> None:
     with pytest.warns(
         UserWarning, match=r"seq_len 17 exceeds the 16 positions .* \(max_position_embeddings\); set data"
     ):
-        check(LLAMA_PROMPTS, 17)
+        check(SHORT, 17)
 
 
 def test_what_is_written_has_to_fit_too() -> None:
@@ -247,7 +247,7 @@ def test_what_is_written_has_to_fit_too() -> None:
     ):
         check(GPT2, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
     check(GPT2, 16, sampling=Sampling(max_new_tokens=17))
-    check(LLAMA_PROMPTS, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
+    check(SHORT, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
     model, ids = built(GPT2), torch.ones(1, 12, dtype=torch.long)
     written = complete_ids(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=5), None, False)
     assert written.shape == (1, 5)  # The last token is not read again.

@@ -325,7 +325,7 @@ def test_the_standard_library_is_a_source(mixed, cache):
 # A mixture of tokenised shards: two ranks train as one process, and runs resume on other ranks and workers
 
 
-MIX_RANKS = [{"samples": 0, "weights": {"own": 0.8, "web": 0.2}}, {"samples": 60, "weights": {"own": 0.3, "web": 0.7}}]
+CHANGING = [{"samples": 0, "weights": {"own": 0.8, "web": 0.2}}, {"samples": 60, "weights": {"own": 0.3, "web": 0.7}}]
 #: Batches of 8 samples in an epoch, and where the run stops: in the middle of the first and the second epoch.
 EPOCH, STOPS = 7, (3, 9, 14)
 
@@ -347,7 +347,7 @@ def mixture(folder: Path, **options: Any) -> tuple[CausalLM, TextData]:
     data = {
         "train_files": None,
         "sources": sources,
-        "mix": MIX_RANKS,
+        "mix": CHANGING,
         "mix_ramp": "linear",
         "epoch_samples": EPOCH * 8,
         **options,

@@ -319,7 +319,7 @@ def test_wrong_options_of_shards_are_refused(tmp_path, storage):
 # tokenised shards in object stores: s3://, gs:// and hf:// by their own clients, from stores on this machine
 
 
-SEQ_STORES, BLOCK = 16, 1 << 12
+WINDOW, BLOCK = 16, 1 << 12
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 
 
@@ -351,7 +351,7 @@ def write_sources(folder: Path, docs: list[np.ndarray]) -> dict[str, TokenFiles]
 
 
 def read_all(files: TokenFiles, storage: Storage) -> np.ndarray:
-    windows = TokenWindows(open_tokens(files, storage), SEQ_STORES, 300, "some")
+    windows = TokenWindows(open_tokens(files, storage), WINDOW, 300, "some")
     windows.read_ahead([Draw(index, 0, True) for index in range(len(windows))])
     return windows.read(np.arange(len(windows)))
 

@@ -252,7 +252,7 @@ def test_experts_that_ep_and_tp_both_cut_are_saved_in_full_shape(tmp_path: Path,
 # A router's losses and bias over micro-batches: a pipeline's are those of one process that accumulates as many
 
 
-MICRO_BATCHES, STEPS_ROUTERS = 4, 3
+MICRO_BATCHES, UPDATES = 4, 3
 OPTIONS: dict[str, Any] = {"count": 6, "every": 2, "aux_loss": 0.5, "z_loss": 0.1, "bias_rate": 0.01}
 
 
@@ -278,12 +278,12 @@ def fitted(folder: Path, strategy: Any, devices: int, data: type[Tokens], **opti
     trainer = quiet_trainer(
         devices=devices,
         strategy=strategy,
-        max_steps=STEPS_ROUTERS,
+        max_steps=UPDATES,
         default_root_dir=folder,
         precision="64-true",
         **options,
     )
-    trainer.fit(task, datamodule=data(MICRO_BATCHES, rows=2, steps=STEPS_ROUTERS))
+    trainer.fit(task, datamodule=data(MICRO_BATCHES, rows=2, steps=UPDATES))
     return gather_full_weights(trainer)
 
 

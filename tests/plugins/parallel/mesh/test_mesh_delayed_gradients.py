@@ -439,19 +439,19 @@ class Model(CausalLM):
         return kind(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.05)
 
 
-def loader_sequences() -> Batches:
+def packed_batches() -> Batches:
     draw = torch.Generator().manual_seed(5)
     rows = [packed_rows(4, draw) for _ in range(STEPS)]
     return Batches([batch | {"tokens_in_step": (batch["labels"] != -100).sum()} for batch in rows])
 
 
-def fit_sequences(world: int, strategy: Any, *, is_late: bool = False, save: Path | None = None, **options: Any) -> Any:
+def fit_packed(world: int, strategy: Any, *, is_late: bool = False, save: Path | None = None, **options: Any) -> Any:
     seed_everything(3, verbose=False)
     losses, resume = Watch(), options.pop("resume", None)
     settings = {"precision": "64-true", "gradient_clip_val": 0.5, "max_steps": STEPS, "max_epochs": -1, **options}
     run = trainer(world, strategy, callbacks=[losses, ExactResume()], **settings)
     use_canonical_checkpoints(run)
-    run.fit(Model(is_late), loader_sequences(), ckpt_path=resume)
+    run.fit(Model(is_late), packed_batches(), ckpt_path=resume)
     if save is not None:
         run.save_checkpoint(save)
     return losses.losses, gather_full_weights(run)
@@ -462,15 +462,15 @@ def mesh(**options: Any) -> MeshStrategy:
 
 
 def _alone(rank: int, world: int) -> Any:
-    found = fit_sequences(1, "auto", is_late=True), fit_sequences(1, "auto")
+    found = fit_packed(1, "auto", is_late=True), fit_packed(1, "auto")
     return found
 
 
 def _by_mesh(rank: int, world: int, folder: Path, meshes: list[str]) -> dict[str, Any]:
-    found = {name: fit_sequences(world, mesh(**MESHES[name]())) for name in meshes}
+    found = {name: fit_packed(world, mesh(**MESHES[name]())) for name in meshes}
     if "ring" in meshes:
-        fit_sequences(world, mesh(), save=folder / "half.ckpt", max_steps=STOP)
-        found["resumed"] = fit_sequences(world, mesh(), resume=folder / "half.ckpt")
+        fit_packed(world, mesh(), save=folder / "half.ckpt", max_steps=STOP)
+        found["resumed"] = fit_packed(world, mesh(), resume=folder / "half.ckpt")
     return found
 
 

@@ -430,7 +430,7 @@ def test_attention_over_pixels(names: tuple[str, ...]) -> None:
 # --- optimizers of full tensors under tp: one rank steps and keeps each sliced tensor; the bytes are counted ---------
 
 
-def _run_full(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
+def _step_by_owner(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
     run = trainer(world, STRATEGIES["tp"](), max_steps=STEPS, max_epochs=-1, gradient_clip_val=1e6)
     use_canonical_checkpoints(run)
     run.fit(task(name), Batches(data()))
@@ -455,7 +455,7 @@ def _run_full(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
 
 
 def test_each_sliced_tensor_is_stepped_by_one_rank(tmp_path: Path) -> None:
-    first, second = run_distributed(_run_full, 2, tmp_path, "lamb8bit", timeout=200)
+    first, second = run_distributed(_step_by_owner, 2, tmp_path, "lamb8bit", timeout=200)
     sliced = first["sliced"]
     assert len(sliced) >= 8
     both = set(first["held"]) & set(second["held"])

@@ -260,13 +260,13 @@ def test_what_a_unit_s_step_sends_waits_for_the_gather_under_way() -> None:
 
 
 #: Two names of one memory: what is on the first passes for an accelerator's.
-DEVICE, CPU_OFFLOAD = torch.device("cpu", 0), torch.device("cpu")
+DEVICE, OFFLOADED = torch.device("cpu", 0), torch.device("cpu")
 #: What each option says of a trained group: where its shard rests, and where it is stepped.
 PLACES = {
     None: (DEVICE, DEVICE),
-    "optimizer": (DEVICE, CPU_OFFLOAD),
-    "parameters": (CPU_OFFLOAD, DEVICE),
-    "both": (CPU_OFFLOAD, CPU_OFFLOAD),
+    "optimizer": (DEVICE, OFFLOADED),
+    "parameters": (OFFLOADED, DEVICE),
+    "both": (OFFLOADED, OFFLOADED),
 }
 
 
