@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
@@ -229,21 +230,76 @@ def _warn_without_steps(trainer: Any) -> None:
             )
 
 
+@dataclass(frozen=True)
+class LaunchedRanks:
+    """Processes that another program has started, each a rank of one run.
+
+    Attributes:
+        launcher: Name of the program, for messages.
+        per_node: Number of processes on this node.
+        nodes: Number of nodes.
+    """
+
+    launcher: str
+    per_node: int
+    nodes: int
+
+    @classmethod
+    def find(cls) -> LaunchedRanks | None:
+        """Returns the processes of torchrun, Ray Train or SLURM; None where this process starts its own ranks.
+
+        Raises:
+            DloError: Nodes have different numbers of processes, or SLURM's tasks are not given per node.
+        """
+        environment = os.environ
+        if TorchElasticEnvironment.detect():
+            name, ranks, per_node = "torchrun", int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+        elif SLURMEnvironment.detect():
+            name, ranks = "SLURM", int(environment["SLURM_NTASKS"])
+            per_node = int(environment.get("SLURM_NTASKS_PER_NODE", "0"))
+            if ranks > 1 and not per_node:
+                raise DloError(
+                    f"SLURM's tasks must be given per node, got --ntasks {ranks}; use --nodes and --ntasks-per-node"
+                )
+        else:
+            return None
+        if ranks > 1 and ranks % per_node:
+            raise DloError(
+                f"all nodes must have as many processes, got {ranks} in all and {per_node} on this node; start the same"
+                " number on each"
+            )
+        return cls(name, per_node, ranks // per_node) if ranks > 1 else None
+
+
+def fill_ranks(options: dict[str, Any]) -> None:
+    """Sets `devices` and `num_nodes` to the processes that a launcher has started, where `devices` is auto.
+
+    Args:
+        options: Arguments of Lightning's Trainer.
+
+    Raises:
+        DloError: See :meth:`LaunchedRanks.find`.
+    """
+    launched = LaunchedRanks.find()
+    if launched is not None and options["devices"] in ("auto", -1, "-1"):
+        options |= {"devices": launched.per_node, "num_nodes": launched.nodes}
+
+
 def check_ranks(strategy: Strategy, options: Any) -> None:
     """Raises a DloError for several ranks under a single-device strategy, which Lightning (2.6) accepts silently.
 
-    Each process of torchrun would be a run of its own, in the same folder.
+    Each process of torchrun or SLURM would be a run of its own, in the same folder.
     """
     devices = options.get("devices")
     if isinstance(devices, str) and "," in devices:
         devices = [device for device in devices.split(",") if device.strip()]
     number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     nodes = int(options.get("num_nodes") or 1)
-    launched = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else 1
-    if has_one_process(strategy) and launched > 1:
+    launched = LaunchedRanks.find()
+    if has_one_process(strategy) and launched is not None:
         raise DloError(
-            f"trainer.devices x trainer.num_nodes must be the {launched} processes that torchrun has started, got"
-            f" {number} x {nodes}; set --trainer.devices {os.environ['LOCAL_WORLD_SIZE']}"
+            f"trainer.devices x trainer.num_nodes must be the {launched.per_node * launched.nodes} processes that"
+            f" {launched.launcher} has started, got {number} x {nodes}; set --trainer.devices auto"
         )
     if has_one_process(strategy) and number * nodes > 1:
         raise DloError(

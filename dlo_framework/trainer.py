@@ -100,6 +100,7 @@ class Trainer(LightningTrainer):
         self._config, self._stop_grace, self._save_minutes = config, stop_grace, save_minutes
         self._options = {**_DEFAULTS, **options}
         self._options["strategy"] = _find_strategy(self._options["strategy"])
+        run_setup.fill_ranks(self._options)
         self._options |= self._open_options()
         check_number("accumulate_grad_batches", self._options["accumulate_grad_batches"], "at least 1", "1 is off")
         self._runs()

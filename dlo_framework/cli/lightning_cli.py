@@ -26,7 +26,7 @@ from dlo_framework.defaults import EndCheckpoint, check_on_file_system
 from dlo_framework.distributed.signals import GRACE
 from dlo_framework.errors import DloError, dlo_error_in
 from dlo_framework.run import runs
-from dlo_framework.run_setup import check_data, check_strategy, strategy_arguments
+from dlo_framework.run_setup import check_data, check_strategy, fill_ranks, strategy_arguments
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.trainer import Trainer
 from dlo_framework.watch.predictions import SavePredictions, check_table
@@ -296,6 +296,7 @@ class DloCLI(LightningCLI):
         """
         self.runs()  # Sets the name.
         options, run = self.trainer_options, self.options.run
+        fill_ranks(options)
         asked = strategy_arguments(options, self.datamodule)
         opened = {key: asked[key] for key in asked if changes.get(key, options[key]) == options[key]}
         about = {"run_name": run.name, "run_dir": run.dir, "config": self._config_to_keep()}

@@ -24,7 +24,7 @@ from dlo_framework.distributed.precision import ShardedScaler, with_sharded_clip
 from dlo_framework.distributed.strategy import BackwardBuckets, ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.norms import total_norm
-from dlo_framework.run_setup import check_ranks
+from dlo_framework.run_setup import check_ranks, fill_ranks
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.ddp_hooks import average_tensors
 from dlo_plugins.parallel.context.shared_attention import Ring
@@ -187,10 +187,37 @@ def test_a_loss_scale_of_ones_own_keeps_its_settings(one_rank) -> None:
     assert parameter.tolist() == [-2.0, -2.0]
 
 
-def test_processes_of_torchrun_are_not_runs_of_their_own(monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+@pytest.mark.parametrize(
+    ("launcher", "variables", "uneven", "message"),
+    [
+        (
+            "torchrun",
+            {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+            {"WORLD_SIZE": "7"},
+            "all nodes must have as many processes, got 7 in all and 4 on this node",
+        ),
+        (
+            "SLURM",
+            {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"},
+            {"SLURM_NTASKS_PER_NODE": ""},
+            "SLURM's tasks must be given per node, got --ntasks 8",
+        ),
+    ],
+)
+def test_processes_of_a_launcher_are_the_ranks_of_one_run(monkeypatch, launcher, variables, uneven, message):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(DloError, match=r"must be the 4 processes that torchrun .* got 1 x 1; set --trainer.devices 4"):
-        check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto"})
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    check_ranks(SingleDeviceStrategy("cpu"), {"devices": "auto"})
+    options = {"devices": "auto", "num_nodes": 1}
+    fill_ranks(options)
+    assert options == {"devices": 4, "num_nodes": 2}
+    fixed = {"devices": 2, "num_nodes": 1}
+    fill_ranks(fixed)
+    assert fixed == {"devices": 2, "num_nodes": 1}
+    with pytest.raises(DloError, match=rf"must be the 8 processes that {launcher} .* got 1 x 1; set --trainer.devices"):
+        check_ranks(SingleDeviceStrategy("cpu"), {"devices": 1})
+    for name, value in uneven.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with pytest.raises(DloError, match=message):
+        fill_ranks({"devices": "auto"})
+    monkeypatch.setenv("WORLD_SIZE" if launcher == "torchrun" else "SLURM_NTASKS", "1")
+    check_ranks(SingleDeviceStrategy("cpu"), {"devices": 1})
