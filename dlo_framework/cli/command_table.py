@@ -27,6 +27,8 @@ from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_function_doc, summary_of
 
 GROUP = "dlo_framework.commands"
+#: Group of the systems that start a run's ranks, and the option of ``dlo fit`` that names one.
+ENGINES, ENGINE = "dlo_framework.engines", "--engine"
 
 #: Commands that train or evaluate; :func:`dlo_framework.cli.run.run` runs them.
 RUN_COMMANDS = {
@@ -98,6 +100,27 @@ def load_command(name: str) -> Callable[[list[str]], int | None]:
     if len(installed[name]) > 1:
         raise DloError(_format_conflict(name, map(format_origin, installed[name])))
     return load_function(installed[name][0], "command")
+
+
+def load_engine(words: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """Imports the system that ``dlo fit --engine NAME`` names, and splits it off.
+
+    Args:
+        words: Arguments after ``dlo``.
+
+    Returns:
+        The system's function, and the arguments after ``fit`` without the option.
+
+    Raises:
+        DloError: If it is unknown, or its import fails.
+    """
+    at = next(place for place, word in enumerate(words) if word.partition("=")[0] == ENGINE)
+    name = words[at].partition("=")[2] or "".join(words[at + 1 : at + 2])
+    rest = words[1:at] + words[at + (1 if "=" in words[at] else 2) :]
+    known = {point.name: point for point in installed_points().select(group=ENGINES)}
+    if name not in known:
+        raise DloError(f"unknown engine '{name}'{did_you_mean(name, known) or ';'} available: {', '.join(known)}")
+    return load_function(known[name], "engine"), rest
 
 
 def _format_conflict(name: str, origins: Iterable[str]) -> str:
@@ -191,6 +214,7 @@ def format_run_help(command: str) -> str:
         ("--plugins [FILE, ...]", "modules and files of your own to import"),
         ("--seed_everything SEED", "seed; 42 by default"),
         ("--print_config", "prints the config with every default, and ends; --print_config=skip_default without them"),
+        (ENGINE + " ray", "starts the ranks on a Ray cluster: --workers 8, or MIN:MAX, --max_restarts 3"),
         ("--dry-run", "checks the run and describes it: ranks, mesh, memory, steps; starts nothing"),
         (HELP_ALL, "every key of the Trainer, with types and defaults"),
     ]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from dlo_framework._version import __version__
 from dlo_framework.cli.command_table import (
+    ENGINE,
     HELP_ALL,
     HELP_WORDS,
     RUN_COMMANDS,
@@ -17,6 +18,7 @@ from dlo_framework.cli.command_table import (
     format_first_commands,
     format_run_help,
     load_command,
+    load_engine,
 )
 from dlo_framework.cli.config_scan import translate_options
 from dlo_framework.errors import DloError, worker_message
@@ -85,6 +87,9 @@ def _dispatch(words: list[str]) -> int:
     if command in RUN_COMMANDS and any(word in HELP_WORDS for word in words):
         print(format_run_help(command))
         return 0
+    if command == "fit" and any(word.partition("=")[0] == ENGINE for word in words):
+        engine, rest = load_engine(words)
+        return engine(rest)
     if command in RUN_COMMANDS:
         from dlo_framework.cli.run import run
 

@@ -1,0 +1,1 @@
+"""Systems that run a training over machines: Ray Train, and Kubeflow Trainer."""

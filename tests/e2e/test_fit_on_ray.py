@@ -1,0 +1,86 @@
+"""`dlo fit --engine ray`, and the example of `TorchTrainer`, on Ray's cluster of one machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dlo_framework.checkpoint import load
+from dlo_framework.cli.main import main
+from support.dlo_process import DloProcess
+from support.sweep_config import CONFIG
+
+ONCE = """
+import os, pathlib
+from lightning.pytorch import Callback
+
+class KilledOnce(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        mark = pathlib.Path("killed")
+        if trainer.global_rank == 1 and trainer.global_step == 6 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_command_line_for_ray_is_checked_before_ray_is_imported(capsys):
+    for words, message in (
+        (["--engine", "rey"], "unknown engine 'rey'; did you mean 'ray'?"),
+        (["--engine=ray", "--workers", "4:2", "--config", "quickstart"], "--workers must be a number, or MIN:MAX"),
+        (["--engine=ray", "--config", "quickstart"], "the following arguments are required: --workers"),
+    ):
+        assert main(["fit", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_starts_the_ranks_again_when_a_worker_is_killed(tmp_path):
+    pytest.importorskip("ray.train")
+    weights = []
+    for name, engine, expected in (
+        ("plain", ["--trainer.devices", "2"], 0),
+        ("ray", ["--engine", "ray", "--workers", "2", "--worker_cpus", "0.1", "--max_restarts", "2"], 0),
+        (
+            "wrong",
+            ["--engine", "ray", "--workers", "2", "--worker_cpus", "0.1", "--data.init_args.batch_size", "15"],
+            2,
+        ),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "once.py").write_text(ONCE)
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+        added = ["--plugins", "once.py", "--trainer.callbacks+", "once.KilledOnce"] if name == "ray" else []
+        words = ["fit", "--config", "tiny.yaml", "--trainer.strategy", "zero2", "--ckpt_path", "auto", *added, *engine]
+        process = DloProcess(words, folder, {"OMP_NUM_THREADS": "1"})
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == expected, out[-2000:] + err[-4000:]
+        if expected:
+            assert "batch_size" in err
+            continue
+        run = folder / "runs" / "tiny" / "version_0"
+        assert json.loads((run / "summary.json").read_text())["steps"] == 12
+        weights.append(load(run / "checkpoints" / "last.ckpt")["state_dict"])
+        if name == "ray":
+            assert (folder / "killed").exists()
+            reported = [json.loads(file.read_text())["path"] for file in folder.rglob("runs/ray/*/*/checkpoint.json")]
+            assert {Path(path).parent for path in reported} == {(run / "checkpoints").resolve()}
+    for key, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][key]), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_trains_on_four_workers(tmp_path):
+    pytest.importorskip("ray.train")
+    example = Path(__file__).parents[2] / "examples" / "ray_train.py"
+    ended = subprocess.run(
+        [sys.executable, str(example), "--workers", "4"], cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    assert "trained 8 steps on 4 ranks" in ended.stdout
