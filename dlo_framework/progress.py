@@ -177,6 +177,17 @@ def optimizer_steps(trainer: Trainer) -> float:
     return min(steps_per_epoch(trainer) * epochs if epochs else 0, steps)
 
 
+def count_batches(trainer: Trainer) -> int | None:
+    """Returns the number of batches of the full run, by its epochs or its steps; None if neither is known."""
+    per_epoch, ends = trainer.num_training_batches, []
+    done = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and per_epoch != float("inf"):
+        ends.append(trainer.max_epochs * int(per_epoch))
+    if trainer.max_steps > 0 and trainer.global_step:
+        ends.append(trainer.max_steps * done // trainer.global_step)
+    return min(ends, default=None)
+
+
 # --- accumulation --------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dlo_framework.batches import batch_size
+from dlo_framework.progress import count_batches
 from dlo_framework.units import format_duration
 from dlo_framework.watch.monitor import batch_loss, data_parallel_size
 
@@ -205,7 +206,7 @@ class RunBar(ProgressBar):
         done = trainer.fit_loop.epoch_loop.batch_progress.total.completed
         if self._first is None or done <= self._first[1]:
             return None
-        total = _count_batches(trainer, done)
+        total = count_batches(trainer)
         if total is None:
             return None
         began, before = self._first
@@ -218,16 +219,6 @@ class RunBar(ProgressBar):
             self._bar = None
 
     on_train_end = on_exception = _close
-
-
-def _count_batches(trainer: Trainer, done: int) -> int | None:
-    """Returns the number of batches of the full run, by its epochs or its steps; None if neither is known."""
-    per_epoch, ends = trainer.num_training_batches, []
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and per_epoch != float("inf"):
-        ends.append(trainer.max_epochs * int(per_epoch))
-    if trainer.max_steps > 0 and trainer.global_step:
-        ends.append(trainer.max_steps * done // trainer.global_step)
-    return min(ends, default=None)
 
 
 def _label(trainer: Trainer) -> str:

@@ -147,7 +147,7 @@ class RayReport(PluginCallback):
         """Finds whether this process is a worker of Ray Train; says so if it is not."""
         self._reports = _MARK in os.environ
         if stage == "fit" and not self._reports:
-            rank_zero_info("RayReport: this is no worker of Ray Train; nothing is reported")
+            rank_zero_info("RayReport: this process is not a worker of Ray Train; nothing is reported")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers to report once the checkpoint of this validation is saved."""
