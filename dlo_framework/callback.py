@@ -46,6 +46,8 @@ class PluginCallback(Callback):
     needs_max_epochs = False
     #: Whether it loads trained weights of a checkpoint whose own are an average.
     loads_trained_weights = False
+    #: Reason why a step cannot be repeated from the same state, and the fix; "" where it can.
+    prevents_replay = ""
     #: Reason why `dlo parity` leaves it out, "" for one that needs no note; None if it takes part.
     left_out_of_parity: str | None = None
     #: Whether it reads weights of the module itself between a step and the next forward; None to tell by its hooks.

@@ -50,10 +50,14 @@ from dlo_framework.watch.summary import RunRecord
 
 
 class Rehearsal:
-    """Runs training steps on the side; :func:`trial_steps` makes one and undoes all that it did."""
+    """Runs training steps on the side; :func:`trial_steps` makes one and undoes all that it did.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    Attributes:
+        undo: Function that restores the state before the rehearsal, for another one; does nothing without a snapshot.
+    """
+
+    def __init__(self, trainer: Trainer, undo: Callable[[], object] = lambda: None) -> None:
+        self.trainer, self.undo = trainer, undo
         self._batches: Iterator[Any] = self.batches()
 
     def batches(self) -> Iterator[Any]:
@@ -183,22 +187,30 @@ def check_rehearsable(who: str, module: LightningModule) -> None:
 
 
 @contextlib.contextmanager
-def trial_steps(trainer: Trainer) -> Iterator[Rehearsal]:
+def trial_steps(trainer: Trainer, *, own_batches: bool = True, on_device: bool = False) -> Iterator[Rehearsal]:
     """Lets a callback train on the side, from ``on_train_epoch_start`` on, and undoes it, however it ends.
 
     Nothing is logged, the monitor's clock is stopped, and afterwards the run is in the same state as before; see
     :class:`Snapshot`. Under DDP on more than two ranks, gradients may then differ in their last
     bits from those of a run without it: DDP reorders its buckets after its first step.
+
+    Args:
+        trainer: Trainer of the run.
+        own_batches: Whether it takes batches of its own from the loaders, whose positions are then restored.
+        on_device: Whether the copies of tensors stay on their devices, instead of the CPU.
     """
     options: Any = trainer
     for callback in options.callbacks:
         if isinstance(callback, RunMonitor):
             callback.pause()
+        if isinstance(callback, GracefulStop):
+            callback.finish_vote()
     with contextlib.ExitStack() as stack:
-        stack.callback(Snapshot(trainer).restore)
+        snapshot = Snapshot(trainer, with_loaders=own_batches, on_device=on_device)
+        stack.callback(snapshot.restore)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         options.loggers = [DummyLogger() for _ in trainer.loggers]
-        rehearsal = Rehearsal(trainer)
+        rehearsal = Rehearsal(trainer, snapshot.restore)
         stack.callback(rehearsal.close)
         yield rehearsal
 
@@ -294,17 +306,22 @@ class Snapshot:
     It holds parameters, buffers and gradients, train or eval mode, ``requires_grad``, the states of optimizers,
     schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' positions, the
     random state of this process, and each callback's ``state_dict``. It also holds plain data, containers, tensors,
-    arrays and generators in the attributes of modules, callbacks and all the above. Tensors are copied to the CPU, so
-    that it takes no memory of the accelerator.
+    arrays and generators in the attributes of modules, callbacks and all the above. Tensors are copied to the CPU by
+    default, so that it takes no memory of the accelerator.
 
     It does not hold the state behind attributes of other classes, such as datasets, nor files. An iterator over a
     training loader that was begun before is not restored; train on the side with
     :meth:`~dlo_framework.rehearsal.Rehearsal.batches`, which begins one of its own.
+
+    Args:
+        trainer: Trainer of the run.
+        with_loaders: Whether to copy the state of the loaders too; without, they may be read ahead meanwhile.
+        on_device: Whether tensors are copied on their devices, which is faster, instead of to the CPU.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, with_loaders: bool = True, on_device: bool = False) -> None:
         contract_of(trainer.strategy).finish_step()
-        self._trainer = trainer
+        self._trainer, self._on_device = trainer, on_device
         #: Copied objects by id: each is copied once, and kept alive while its id is used.
         self._kept: dict[int, Any] = {}
         self._undo: list[Undo] = []
@@ -315,6 +332,9 @@ class Snapshot:
             if (state := callback.state_dict())
         ]
         loaders = training_loaders(trainer)
+        if not with_loaders:
+            self._kept |= {id(loader): loader for loader in loaders}
+            loaders = []
         self._loaders = [
             (number, loader, copy.deepcopy(loader.state_dict()))
             for number, loader in enumerate(loaders)
@@ -331,7 +351,7 @@ class Snapshot:
             if isinstance(item, _CONSTANT) or id(item) in self._kept:
                 continue
             self._kept[id(item)] = item
-            undo, inside = _copied(item)
+            undo, inside = _copied(item, self._on_device)
             if undo is not None:
                 self._undo.append(undo)
             waiting.extend(inside)
@@ -400,10 +420,10 @@ def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
         combined._iterator.iterators[number] = iter(loader)
 
 
-def _copied(item: Any) -> tuple[Undo | None, Iterable[Any]]:
+def _copied(item: Any, on_device: bool) -> tuple[Undo | None, Iterable[Any]]:
     """Returns a function that restores an object's present state, and the objects in it, to be copied too."""
     if isinstance(item, torch.Tensor):
-        return _tensor(item)
+        return _tensor(item, on_device)
     if isinstance(item, dict):
         inside = [*item.values(), vars(item)] if hasattr(item, "__dict__") else item.values()
         return _mapping(item), inside
@@ -423,7 +443,7 @@ def _copied(item: Any) -> tuple[Undo | None, Iterable[Any]]:
     return None, ()
 
 
-def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
+def _tensor(tensor: torch.Tensor, on_device: bool) -> tuple[Undo | None, Iterable[Any]]:
     expanded = tensor.layout is torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
@@ -435,7 +455,8 @@ def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     gradient = tensor.grad if leaf else None
     with torch.no_grad():
-        saved = local_tensor(tensor).to("cpu", copy=True)
+        local = local_tensor(tensor)
+        saved = local.clone() if on_device else local.to("cpu", copy=True)
 
     def undo() -> None:
         if leaf and not tensor.is_leaf:

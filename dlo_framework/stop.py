@@ -203,6 +203,11 @@ class GracefulStop(PluginCallback, Checkpoint):
         if signum:
             raise RunStopped(signum)
 
+    def finish_vote(self) -> None:
+        """Waits for the ranks' votes of the last step, so that a copy of the run's state has their result."""
+        if self._pending is not None:
+            self._pending[1].wait()
+
     def _agree(self, saves: bool) -> tuple[int, bool]:
         """Returns the signal that any rank had by the step before, or 0, and whether a save was due on rank 0.
 

@@ -108,6 +108,8 @@ class GradientCompression(PluginCallback):
             )
         self.method, self.start_step, self.matrix_rank = method, start_step, matrix_rank
         self.period, self.node_size, self.block = period, node_size, block
+        if method in ("powersgd", "one_bit"):
+            self.prevents_replay = f"method {method} keeps what it has not sent; use bf16 or fp16, or leave it out"
         #: Hook that reduces gradients; None in a single process.
         self.hook: GradientHook | None = None
         #: All-reduce that averages momenta; None for other methods than one_bit.

@@ -1,0 +1,234 @@
+"""Callback `VerifySteps`: runs a step twice from the same state, now and then, and compares the bits.
+
+Silent data corruption by hardware is found so in training at scale: The Llama 3 Herd of Models, Grattafiori et al.,
+2024, arXiv 2407.21783, counts it among the causes of interruptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+
+from dlo_framework.batches import tree_leaves, tree_map_only
+from dlo_framework.callback import PluginCallback, callbacks_of
+from dlo_framework.costs import is_compiled
+from dlo_framework.distributed.step_primitives import torch_optimizer
+from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed, shown_names
+from dlo_framework.rehearsal import Rehearsal, check_rehearsable, trial_steps
+from dlo_framework.run.resume import gather_states
+from dlo_framework.shards import Shard, held_boxes
+from dlo_framework.strategy_abilities import CanonicalCheckpoints, DelayedGradients
+from dlo_framework.strategy_contract import contract_of, plain_name
+from dlo_framework.watch.monitor import batch_loss
+
+#: Number of columns in which the bits of a tensor are summed; a prime, so that rows that change places change the sums.
+_COLUMNS = 509
+#: Number of features of a module's output that are summed.
+_FEATURES = 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class VerifySteps(PluginCallback):
+    """Runs every ``every``-th step twice from the same state, and compares the bits of all that it computes.
+
+    Equal inputs give equal bits, unless an operation is not deterministic, or hardware computes wrongly without an
+    error. Both runs come before the step itself, on its first micro-batch, through the run's own strategy, precision,
+    callbacks, clipping and optimizer, and are undone: weights, buffers, optimizer state, random generators, counters
+    and logged values are as if only the step had run. Each rank compares sums of the bits of the outputs of modules
+    (without compiled code), the loss, its gradients, and its part of weights, buffers and optimizer state.
+
+    A check takes the time of two steps of one micro-batch, of copying the state of a rank three times, and of sums:
+    2.6 steps for a small ViT on a CPU. The copies are in memory of the CPU, or of the device, which needs room for one
+    copy of this rank's weights and optimizer state beside the activations of a step.
+
+    Args:
+        every: Number of optimizer steps between checks. The first step of a process is not checked: DDP arranges its
+            buckets in it.
+        on_difference: Reaction: ``raise`` ends the run, with the checkpoints from before; ``warn`` goes on.
+        copies: Place of the copied state: ``cpu`` or ``device``.
+
+    Raises:
+        DloError: A value is out of range; a step cannot be repeated; or, with ``raise``, the bits differ.
+    """
+
+    example = "{every: 1}"
+    #: It reads them where there are any; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+    reads_weights = False
+    left_out_of_parity = "it changes no step"
+
+    def __init__(
+        self,
+        every: int = 1000,
+        on_difference: Literal["raise", "warn"] = "raise",
+        copies: Literal["cpu", "device"] = "cpu",
+    ) -> None:
+        check_number("VerifySteps: every", every, "at least 1", "1000 costs about 0.25% of the time")
+        check_choice("VerifySteps: on_difference", on_difference, ("raise", "warn"))
+        check_choice("VerifySteps: copies", copies, ("cpu", "device"))
+        self.every, self.on_difference, self.copies = every, on_difference, copies
+        self.checked = self.differed = 0
+        self._first = 0
+        self._gradients: dict[str, Tensor] | None = None  # sums of the running check
+
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
+        """Checks that a step can be run twice."""
+        check_rehearsable("VerifySteps", module)
+        contract = contract_of(trainer.strategy)
+        contract.ability(CanonicalCheckpoints, "VerifySteps")
+        reasons = [one.prevents_replay for one in callbacks_of(trainer) if isinstance(one, PluginCallback)]
+        if contract.find_ability(DelayedGradients) is not None:
+            reasons.append("a schedule that delays gradients has micro-batches in flight between steps; use another")
+        for reason in filter(None, reasons):
+            raise DloError(f"VerifySteps: a step must be repeatable from the same state: {reason}")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the run."""
+        if stage == "fit":
+            self.check_run(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the first step of this process."""
+        self._first = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Runs the step twice if a check is due, before its first micro-batch."""
+        step = trainer.global_step + 1
+        if step % self.every or trainer.global_step == self._first or batch_idx % trainer.accumulate_grad_batches:
+            return
+        with trial_steps(trainer, own_batches=False, on_device=self.copies == "device") as rehearsal:
+            first = self._run(rehearsal, batch, batch_idx)
+            rehearsal.undo()
+            second = self._run(rehearsal, batch, batch_idx)
+        found = [name for name, sums in first.items() if sums != second.get(name)]
+        self.checked += 1
+        self._report(step, gather_states(found))
+
+    def _run(self, rehearsal: Rehearsal, batch: Any, number: int) -> dict[str, list[int]]:
+        """Runs the step, and returns the sums of the bits of all that this rank has of it, by name."""
+        trainer, contract = rehearsal.trainer, contract_of(rehearsal.trainer.strategy)
+        trainer.accumulate_grad_batches = 1
+        gradients: dict[str, Tensor] = {}
+        self._gradients = gradients  # The snapshot restores the attribute, and has not seen this dict.
+        with _summed_outputs(trainer.lightning_module) as sums:
+            outputs = rehearsal.train_on(tree_map_only(Tensor, torch.clone, batch), number)
+        loss = batch_loss(trainer, outputs)
+        sums |= ({} if loss is None else {"the loss": bit_sums(loss)}) | gradients
+        checkpoints = contract.ability(CanonicalCheckpoints)
+        sums |= _sums_of("", trainer.strategy.lightning_module_state_dict())
+        for optimizer in trainer.optimizers:
+            for name, values in checkpoints.optimizer_state(optimizer)["state"].items():
+                sums |= _sums_of(name, values)
+        device = trainer.strategy.root_device
+        numbers = torch.stack([value.to(device) for value in sums.values()]).tolist()  # One wait for the device.
+        return dict(zip(sums, numbers, strict=True))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Reads the gradients of a step that is being checked."""
+        if self._gradients is None:
+            return
+        tensors = contract_of(trainer.strategy).optimizer_tensors(torch_optimizer(optimizer))
+        for name, tensor in tensors.items():
+            if tensor.grad is not None:
+                self._gradients[f"the gradient of {name}"] = bit_sums(tensor.grad)
+
+    def _report(self, step: int, found: list[list[str]]) -> None:
+        """Raises or warns if ranks have found differences; the same on all ranks.
+
+        Args:
+            step: Number of the step, from 1.
+            found: Names of what differs, by rank, in the order in which a step computes it.
+        """
+        stages = [_stage(names[0]) for names in found if names]
+        if not stages:
+            return
+        self.differed += 1
+        ranks = [rank for rank, names in enumerate(found) if names and _stage(names[0]) == min(stages)]
+        names = list(dict.fromkeys(name for rank in ranks for name in found[rank]))
+        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(found)}"
+        one = "one of them" if len(ranks) > 1 else "that rank"
+        cause = f"the hardware of {one} computes wrongly: leave its machine out"
+        if not torch.are_deterministic_algorithms_enabled():
+            cause = f"an operation is not deterministic (trainer.deterministic: true refuses such of torch), or {cause}"
+        text = (
+            f"VerifySteps: step {step}, run twice from the same state, must give the same bits, got others on {where}:"
+            f" {shown_names(names)}; {cause}, and resume from a checkpoint before the fault"
+        )
+        if self.on_difference == "raise":
+            raise mark_agreed(DloError(text))
+        rank_zero_warn(text)
+
+
+def _stage(name: str) -> int:
+    """Returns the place of a name in the order of a step: 0 in the forward, which other ranks' faults do not reach."""
+    return 0 if name.startswith(("the output of ", "the loss")) else 1 if name.startswith("the gradient of ") else 2
+
+
+@contextlib.contextmanager
+def _summed_outputs(module: LightningModule) -> Iterator[dict[str, Tensor]]:
+    """Yields a dict that gets a sum of the bits of the outputs of each module with parameters of its own, by its name.
+
+    By these a rank is found whose forward differs in bits that the loss has not. The first features are enough: later
+    modules spread a difference over all. Compiled code calls no hooks.
+    """
+    named = [(name, part) for name, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))]
+    names = {id(part): plain_name(name) for name, part in named}
+    sums: dict[str, Tensor] = {}
+
+    def add(part: nn.Module, _: Any, outputs: Any) -> None:
+        for output in tree_leaves(outputs) if id(part) in names else ():
+            if isinstance(output, Tensor) and output.ndim:
+                name = f"the output of {names[id(part)]}"
+                sums[name] = _integers(output.detach()[..., :_FEATURES]).sum(dtype=torch.int64).repeat(2) + sums.get(
+                    name, 0
+                )
+
+    handle = None if is_compiled(module) else register_module_forward_hook(add)
+    try:
+        yield sums
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _sums_of(parameter: str, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the sums of this rank's parts of a state's tensors, by canonical name."""
+    names = {name: f"{name} of {parameter}" if parameter else plain_name(name) for name in values}
+    return {names[name]: bit_sums(value) for name, value in values.items() if isinstance(value, Shard)}
+
+
+@torch.no_grad()
+def bit_sums(shard: Shard) -> Tensor:
+    """Returns two integers that change if bits of this rank's part of a tensor do, or elements change places.
+
+    Args:
+        shard: Tensor, or shard of one.
+
+    Returns:
+        Tensor ``[2]`` on the device of the elements, from which nothing is read.
+    """
+    sums = [_sums_of_part(_integers(part)) for _, part in held_boxes(shard.detach())]
+    return torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.int64)
+
+
+def _integers(part: Tensor) -> Tensor:
+    """Returns the bits of a tensor's elements as flat integers."""
+    part = part if part.layout is torch.strided else part.to_dense()
+    part = torch.view_as_real(part) if part.is_complex() else part
+    return part.contiguous().view(_INTEGERS[part.element_size()]).view(-1)
+
+
+def _sums_of_part(bits: Tensor) -> Tensor:
+    """Returns the sum of integers, and of the sums of their columns by number; each is read once."""
+    rest = len(bits) % _COLUMNS
+    columns = bits[: len(bits) - rest].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    columns[:rest] += bits[len(bits) - rest :]
+    return torch.stack([columns.sum(), (columns * torch.arange(1, _COLUMNS + 1, device=bits.device)).sum()])
