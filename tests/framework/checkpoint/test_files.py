@@ -1,16 +1,21 @@
-"""Files of a checkpoint: safetensors as other programs read and write it, the tree, the state that is not tensors."""
+"""Files of a checkpoint: safetensors, the tree, state that is not tensors, strides; and the memory that they take."""
 
 import hashlib
 import io
 import json
+import sys
 from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import load_file, save_file
 
-from dlo_framework.checkpoint import load, save
+from dlo_framework.checkpoint import AsyncSaver, load, save
+from dlo_framework.checkpoint.formats.safetensors_file import export_weights
 from dlo_framework.checkpoint.loading import TensorFile
 from dlo_framework.checkpoint.manifest import (
     AS_BYTES,
@@ -21,8 +26,11 @@ from dlo_framework.checkpoint.manifest import (
 )
 from dlo_framework.checkpoint.state_tree import extract_tensors, read_mark
 from dlo_framework.checkpoint.store import HashedFile
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, full_box
+from dlo_framework.testing import run_distributed
+from support.trainers import quiet_trainer
 
 TYPES = [getattr(torch, name) for name in (*SAFETENSORS_CODES, *AS_BYTES) if name != "float4_e2m1fn_x2"]
 
@@ -173,3 +181,108 @@ def test_hyperparameters_that_are_no_plain_data_are_kept_as_text(tmp_path):
         save(run, tmp_path / "a.ckpt")
     assert load(tmp_path / "a.ckpt")["hyper_parameters"] == {"width": 3, "stream": "<class '_io.BytesIO'>"}
     assert run["hyper_parameters"]["stream"] is io.BytesIO
+
+
+# --- peak memory of saving and loading beside the tensors: one bucket of 64 MB ---------------------------------------
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+MB = 2**20
+SIDE = 6144
+SIZE = SIDE * SIDE * 4  # 144 MB
+BUCKET = 64 * MB
+#: Pages of libraries that are touched for the first time, the manifest, the allocator's own memory.
+SLACK = 40 * MB
+
+
+def status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(work) -> int:
+    """Peak memory during ``work``, above that before."""
+    Path("/proc/self/clear_refs").write_text("5")  # This resets the high-water mark.
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def measure(rank: int, world_size: int, folder: Path) -> dict[str, int]:
+    tensor = torch.arange(SIZE // 4, dtype=torch.float32)
+    path = folder / "step.ckpt"
+    save({"state_dict": {"w": torch.ones(3)}}, folder / "warm.ckpt")
+    square = tensor.view(SIDE, SIDE)
+    peaks = {"save": peak_of(lambda: save({"state_dict": {"model.w": square}}, path))}
+    peaks["save transposed"] = peak_of(lambda: save({"state_dict": {"w": square.T}}, folder / "t.ckpt"))
+    saver = AsyncSaver()
+
+    def in_background() -> None:
+        saver.save({"state_dict": {"w": square}}, folder / "b.ckpt")
+        saver.close()
+
+    peaks["background"] = peak_of(in_background)
+    expected = tensor.clone()
+    run = load(path, level=None)
+    tensor.zero_()
+    peaks["load"] = peak_of(lambda: run["state_dict"].read_into("model.w", square))
+    assert torch.equal(tensor, expected)
+    flat = FlatShard(tensor, torch.Size([SIDE, SIDE]), 0)
+    tensor.zero_()
+    peaks["load flat"] = peak_of(lambda: run["state_dict"].read_into("model.w", flat))
+    assert torch.equal(tensor, expected)
+    half = torch.ones(SIDE, SIDE, dtype=torch.bfloat16)
+    peaks["load converted"] = peak_of(lambda: run["state_dict"].read_into("model.w", half))
+    peaks["verify and open"] = peak_of(lambda: load(path))
+    peaks["export"] = peak_of(lambda: export_weights(path, folder / "w.safetensors", dtype=torch.bfloat16))
+    return peaks
+
+
+def test_the_peak_is_a_bucket_over_the_tensors(tmp_path):
+    (peaks,) = run_distributed(measure, 1, tmp_path, backend=None)
+    background = peaks.pop("background")
+    # The copy that the background writes from, and nothing else of its size.
+    assert SIZE - MB <= background <= SIZE + BUCKET + SLACK
+    assert {what: round(peak / MB) for what, peak in peaks.items() if peak > BUCKET + SLACK} == {}, peaks
+
+
+# --- optimizer state that is read back has its parameter's strides, which fused optimizers on CUDA require -----------
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.held: dict[str, Any] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        states = self.trainer.optimizers[0].state
+        state = next((states[p] for p in states if p.ndim == 4), {})
+        self.held = {key: value.clone() for key, value in state.items()}
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Trainer, Net]:
+    torch.manual_seed(0)
+    module = Net()
+    trainer = quiet_trainer(
+        max_steps=steps, default_root_dir=folder,
+    )  # fmt: skip
+    use_canonical_checkpoints(trainer)
+    batches = torch.randn(8, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None), ckpt_path=resume)
+    return trainer, module
+
+
+def test_moments_of_a_channels_last_weight_are_channels_last_after_a_resume(tmp_path: Path) -> None:
+    trainer, module = fit(tmp_path, 3)
+    path = tmp_path / "third.ckpt"
+    trainer.save_checkpoint(path)
+    _, resumed = fit(tmp_path, 5, path)
+    strides = module.net.weight.stride()
+    assert strides != torch.empty(module.net.weight.shape).stride()
+    assert resumed.held["exp_avg"].stride() == resumed.held["exp_avg_sq"].stride() == strides

@@ -1,14 +1,22 @@
-"""Stopping a real Lightning run anywhere and resuming it: no sample is repeated, none is missing."""
+"""Stopping a real Lightning run anywhere and resuming it; loading processes and requests to stop."""
 
 from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from dlo_framework.data import ResumableDataModule
+from dlo_framework.data import ResumableDataModule, ResumableLoader, ignore_stop_signals
+from dlo_framework.data.loader import stop_signals_held
 from dlo_framework.data.module import data_parallel_coordinates, per_rank_batch
 from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume, as_replayed
@@ -268,3 +276,73 @@ def test_a_replayed_loader_goes_on_with_the_rest_or_says_that_it_cannot() -> Non
     drawn.replay(state, 2)
     with pytest.warns(UserWarning, match="its IterableDataset draws from the global generator"):
         list(drawn)
+
+
+# --- loading processes and requests to stop: signals that reach the workers too, and their effect by sender ----------
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who sent a signal")
+
+
+class WhoLoads(Dataset):
+    """Each item is the id of the process that loaded it."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(os.getpid())
+
+
+def loaded_by(loader: ResumableLoader) -> set[int]:
+    return {int(pid) for batch in loader for pid in batch}
+
+
+@pytest.fixture
+def loader():
+    loader = ResumableLoader(WhoLoads(), batch_size=4, shuffle=True, drop_last=True, num_workers=2)
+    yield loader
+    loader.close()
+
+
+@pytest.mark.parametrize("name", ["INT", "USR1", "TERM"])
+def test_a_signal_to_all_of_a_job_leaves_the_workers(loader: ResumableLoader, name: str) -> None:
+    before = loaded_by(loader)
+    assert len(before) == 2
+    subprocess.run(["kill", f"-{name}", *map(str, before)], check=True)
+    time.sleep(0.2)
+    assert loaded_by(loader) == before
+
+
+def test_a_signal_while_workers_start_leaves_them_and_comes_to_the_run() -> None:
+    """Sent from within the start, by a process other than the run's."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: got.append(signum))
+    try:
+        with stop_signals_held():
+            subprocess.run(["kill", "-TERM", str(os.getpid())], check=True)
+            worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1.0,))
+            worker.start()
+            subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        assert got == [signal.SIGTERM]
+        worker.join(10)
+        assert worker.exitcode == 0, "it has slept to its end"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def deaf(ready) -> None:
+    ignore_stop_signals()
+    ready.set()
+    time.sleep(60)
+
+
+def test_the_run_itself_can_end_a_worker() -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    worker = context.Process(target=deaf, args=(ready,))
+    worker.start()
+    assert ready.wait(30)
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0

@@ -1,21 +1,27 @@
-"""How ranks find each other: on which interface, and what a user is told where they cannot."""
+"""How ranks find each other, what a user is told where they cannot, and the next run after an error."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.distributed.launcher import RankLauncher, _listen, join_group
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.trainers import quiet_trainer
 
 
 def _listeners(rank: int, world_size: int) -> list[str]:
@@ -65,3 +71,40 @@ def test_tasks_of_a_job_that_are_not_the_ranks_are_named(monkeypatch: pytest.Mon
 def test_spawned_ranks_are_refused_at_the_start() -> None:
     with pytest.raises(DloError, match=r"start_method must be popen or fork, got spawn.*ddp_notebook"):
         Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy(start_method="spawn"), logger=False)
+
+
+# --- A script that catches the error of a run of several ranks can start the next run --------------------------------
+
+
+class Fails(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ValueError("no training")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _goes_on(rank: int, world_size: int) -> list[str]:
+    trainer = quiet_trainer(devices=2, strategy=ZeroStrategy(1), max_steps=1, num_sanity_val_steps=0)
+    module, data = Fails(), DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=2)
+    found = []
+    for _ in range(3):
+        try:
+            trainer.fit(module, data)
+        except ValueError as error:
+            found.append(str(error))
+        found.extend(trainer.validate(module, data, verbose=False)[0])
+    time.sleep(3)  # Longer than a rank waits for the end of callbacks.
+    return found
+
+
+def test_the_next_run_starts_at_once() -> None:
+    """It ended the process where it began before the failed run's thread had looked at its event."""
+    assert run_distributed(_goes_on, 2, backend=None) == [["no training", "val_loss"] * 3] * 2

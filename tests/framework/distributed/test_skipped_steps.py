@@ -1,4 +1,4 @@
-"""Steps that are left out, without a backward or by a callback: weights stay, and the next step is an ordinary one."""
+"""Steps that are left out or replaced: weights stay, hooks run, and the next step is an ordinary one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import profile
 
+from dlo_framework.distributed.optimizer_steps import StepOverride
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.finite import FiniteLoss
@@ -176,3 +178,31 @@ def test_a_skipped_step_changes_nothing_under_any_strategy() -> None:
             assert finite == rest, case
             plain = ranks[0][f"{case.removesuffix('scaler')}finite"][1]
             assert finite == pytest.approx([*plain[:SKIPPED], *plain[SKIPPED + 1 :]], rel=0.05), f"{case}: unscaled?"
+
+
+# --- A step that replaces an optimizer's own calls hooks as torch does, and is named in a profile --------------------
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_hooks_get_what_torchs_get(closed: bool, overrides: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    if overrides:
+        StepOverride(optimizer, lambda: parameter.sub_(0.5 * parameter.grad))
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *given: seen.append(given))
+    optimizer.register_step_post_hook(lambda *given: seen.append(given))
+
+    def closure() -> float:
+        seen.append(torch.is_grad_enabled())
+        return 3.0
+
+    with profile() as found:
+        loss = optimizer.step(closure) if closed else optimizer.step()
+    args = (optimizer, closure) if closed else (optimizer,)
+    assert seen == [(optimizer, args, {}), *([True] if closed else []), (optimizer, args, {})]
+    assert loss == (3.0 if closed else None)
+    assert parameter.tolist() == [0.5, 0.5]
+    assert any(event.name == "Optimizer.step#SGD.step" for event in found.events())

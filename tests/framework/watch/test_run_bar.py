@@ -1,18 +1,21 @@
-"""What the console shows of a run: the loss over all ranks, and the metrics that the module logs for it."""
+"""What the console shows of a run: losses over all ranks, the module's metrics, and the time that is left."""
 
 from __future__ import annotations
 
 import io
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
+from dlo_framework.watch import bar
 from dlo_framework.watch.bar import RunBar
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
@@ -96,3 +99,37 @@ def test_all_ranks_losses_and_the_modules_metrics_are_shown() -> None:
             assert left.get("of_epoch") == right.get("of_epoch")
             assert "hidden" not in right
     assert [_values(line)["loss"] for line in alone[2]] == [_values(line)["loss"] for line in alone[3]]
+
+
+# --- the time that is left of a run, in the bar and in log lines -----------------------------------------------------
+
+
+def trainer(done: int, **options: Any) -> Any:
+    loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(completed=done)))
+    given = {
+        "num_training_batches": 10,
+        "max_epochs": 4,
+        "max_steps": -1,
+        "global_step": done,
+        "optimizers": [],
+        "progress_bar_metrics": {},
+    }
+    return SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), **{**given, **options})
+
+
+def left(done: int, **options: Any) -> float | None:
+    """Returns the seconds left where 8 batches since the first have taken 16 seconds."""
+    shown = RunBar()
+    shown._first = (-16.0, done - 8)
+    return shown._seconds_left(trainer(done, **options))
+
+
+def test_the_end_is_that_of_epochs_or_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bar.time, "perf_counter", lambda: 0.0)
+    assert left(10) == 60, "30 of 40 batches, at 2 s each"
+    assert left(10, max_steps=15) == 10
+    assert left(10, max_steps=15, global_step=5) == 40, "two batches a step"
+    assert left(10, max_epochs=None, max_steps=12) == 4
+    assert left(40) == 0
+    assert left(10, max_epochs=-1) is None
+    assert left(10, num_training_batches=float("inf")) is None

@@ -1,16 +1,20 @@
-"""The bytes that a step holds, and that what counts them is in nobody's way."""
+"""The bytes that a step and a process hold, counted in nobody's way."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from dlo_framework.local_memory import optimizer_bytes, states_per_parameter
+from dlo_framework.local_memory import optimizer_bytes, process_peak, states_per_parameter
 from dlo_framework.watch.state_bytes import StateReport
 from support.monitored import Net, fit
 from support.trainers import quiet_trainer
@@ -116,3 +120,22 @@ def test_activations_are_those_of_the_largest_batch():
         trainer.fit(Growing())
         found.append(report.found.activations)
     assert 7.5 * found[0] < found[1] <= 8 * found[0]  # A scalar does not grow.
+
+
+# --- the peak memory of a process is its own, whatever the process that has started it takes -------------------------
+
+
+#: The function alone: to import torch takes seconds, and more memory than the process that starts this one.
+_CODE = f"""
+import contextlib, resource, sys
+from pathlib import Path
+
+{inspect.getsource(process_peak)}
+print(process_peak())
+"""
+
+
+def test_a_process_does_not_count_the_memory_of_the_one_that_started_it() -> None:
+    large = np.ones(2**27, dtype=np.uint8)
+    found = int(subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, check=True).stdout)
+    assert 1_000_000 < found < large.nbytes
