@@ -85,6 +85,10 @@ class ParallelPlan:
             and pipeline split.
         stem: Patterns of the modules that run before the first block, in the first pipeline stage.
         head: Patterns of the modules that run after the last block, in the last pipeline stage.
+        between: Patterns of the stem's modules that run after the blocks of the first pattern, and before all others,
+            such as a decoder's embedding: in the pipeline stage with the last of the former.
+        carried: Names of arguments of the blocks' forward that are computed in earlier blocks or in the stem, such as
+            an encoder's output in a decoder. Pipeline stages pass them on with the hidden state.
         tensor: Mapping of patterns to :class:`Rule`, or its name; the first pattern that matches a name, or a parent of
             it, applies.
         attention: Patterns of the attention modules, which context parallelism wraps and whose heads are counted.
@@ -107,6 +111,8 @@ class ParallelPlan:
     blocks: tuple[str, ...] = ()
     stem: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
     tensor: Mapping[str, Rule | str] = field(default_factory=dict, hash=False)
     attention: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
@@ -116,7 +122,7 @@ class ParallelPlan:
     shared_features: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "stem", "head", "attention", "experts"):
+        for name in ("blocks", "stem", "head", "between", "carried", "attention", "experts"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         object.__setattr__(self, "tensor", {pattern: _rule(rule) for pattern, rule in self.tensor.items()})
@@ -236,7 +242,7 @@ class ParallelPlan:
         self._check_tied(module, tensors)
 
     def _check_patterns(self, modules: list[str], tensors: list[str]) -> None:
-        for part in ("blocks", "attention", "experts", "stem", "head", "tensor"):
+        for part in ("blocks", "attention", "experts", "stem", "head", "between", "tensor"):
             names = modules if part in ("blocks", "attention", "experts") else [*modules, *tensors]
             for pattern in getattr(self, part):
                 _check_matches(part, pattern, names)

@@ -210,6 +210,12 @@ class LooksInside(Ability):
     """
 
     needs_hidden_states = True
+
+    @property
+    def divided_by(self) -> tuple[str, ...]:
+        """Axes of a mesh that would divide what the task needs: `pp`, `cp`, and `sequence_parallel`."""
+        return ("pp", "cp", "sequence_parallel") if self.needs_hidden_states else ()
+
     #: What needs them, and a fix beside other axes, for messages.
     looks_inside_by = "its loss uses outputs of all blocks"
     looks_inside_fix = ""

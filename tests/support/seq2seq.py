@@ -10,8 +10,8 @@ from torch import Tensor
 from support.token_batches import Tokens
 
 _BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-_BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32, "vocab_size": 64, "max_position_embeddings": 64}
-SMALL_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+_BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32, "vocab_size": 96, "max_position_embeddings": 64}
+SMALL_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
 FAMILIES: dict[str, dict[str, Any]] = {
     "t5": SMALL_T5,
     "mt5": SMALL_T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -37,7 +37,16 @@ def pairs(rows: int = 4, draw: torch.Generator | None = None) -> dict[str, Tenso
 
 
 class Pairs(Tokens):
-    """Random pairs of source and target, padded."""
+    """Random pairs of source and target, padded, or two packed in a row."""
+
+    def __init__(self, micro_batches: int, packed: bool = False) -> None:
+        super().__init__(micro_batches)
+        self.packed = packed
 
     def make_batch(self, rows: int, draw: torch.Generator, length: int) -> dict[str, Tensor]:
-        return pairs(rows, draw)
+        found = pairs(rows, draw)
+        if self.packed:
+            numbers = (torch.arange(9) // 4 + 1).clamp(max=2)
+            found["encoder_segment_ids"] = numbers * found.pop("attention_mask")
+            found["decoder_segment_ids"] = numbers[:7] * (found["labels"] != -100)
+        return found

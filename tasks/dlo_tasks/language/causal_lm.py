@@ -41,8 +41,6 @@ class CausalLM(GenerativeLM, CompletesBatches):
         DloError: If a model, setting, target or argument does not exist, or values contradict each other.
     """
 
-    generates_in_stages = True
-
     def _check_data(self, data: DataDescription, model: Any) -> None:
         if self.prompts and data.trains_on_chats:
             warn_of_plain_prompts("model.init_args.prompts", self.prompts)

@@ -95,6 +95,7 @@ def complete_ids(
         DloError: If the model has too few positions for these tokens.
     """
     from transformers import GenerationConfig
+    from transformers.modeling_outputs import BaseModelOutput
 
     own: Any = model.config
     start = 1 if own.is_encoder_decoder else input_ids.shape[1]  # A decoder's own prompt is one token.
@@ -115,13 +116,16 @@ def complete_ids(
     processors: list[Any] = [] if softcap is None else [SoftcappedLogits(softcap)]
     if draws is not None:
         processors.append(DrawnTokens(draws, sampling.temperature, start))
-    if pipelined is not None and not keeps_keys_and_values(model):
-        config.use_cache = False
+    sources: dict[str, Any] = {}
+    if pipelined is not None:
+        config.use_cache = keeps_keys_and_values(model)
+        if own.is_encoder_decoder:  # `generate` would run the encoder alone, of which each rank has some blocks.
+            sources["encoder_outputs"] = BaseModelOutput(last_hidden_state=torch.empty(0))
     devices = [input_ids.device] if input_ids.device.type == "cuda" else []
     was_training = model.training
     model.eval()
     eager = torch.compiler.set_stance("force_eager")
-    staged = staged_forward(model, pipelined)
+    staged = staged_forward(model, pipelined, input_ids if own.is_encoder_decoder else None)
     with torch.random.fork_rng(devices=devices), eager, _without_own_settings(model), staged:
         torch.manual_seed(sampling.seed)
         generate: Any = model.generate
@@ -131,6 +135,7 @@ def complete_ids(
             generation_config=config,
             logits_processor=processors,
             synced_gpus=together,
+            **sources,
         )
     model.train(was_training)
     return written[:, start:]
@@ -220,20 +225,22 @@ _CACHES = ("cache", "past_key_values")
 def keeps_keys_and_values(model: PreTrainedModel) -> bool:
     """Returns whether the state of a model's generation is keys and values only, of which each stage keeps its own.
 
+    That of an encoder-decoder is also the encoder's output, which the last of its stages has.
+
     A reach into transformers (5.24): whether `generate` makes a `DynamicCache` is a private method, and the kinds of
     its layers are those of the config.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     own: Any = model
-    if not own._supports_default_dynamic_cache():
+    if own.config.is_encoder_decoder or not own._supports_default_dynamic_cache():
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 @contextlib.contextmanager
-def staged_forward(model: PreTrainedModel, pipelined: Any) -> Iterator[None]:
+def staged_forward(model: PreTrainedModel, pipelined: Any, sources: Tensor | None = None) -> Iterator[None]:
     """Makes a model's forward run through the pipeline's stages inside the context, with its logits on all ranks.
 
     `generate` has no argument for another forward: this replaces the method of this one model, and restores it.
@@ -241,6 +248,7 @@ def staged_forward(model: PreTrainedModel, pipelined: Any) -> Iterator[None]:
     Args:
         model: Model of which this rank holds some stages.
         pipelined: Pipelined task of the strategy; None without a pipeline, where nothing changes.
+        sources: Sources of an encoder-decoder, `[B, S]`, which run through the encoder in each forward.
     """
     if pipelined is None:
         yield
@@ -256,6 +264,8 @@ def staged_forward(model: PreTrainedModel, pipelined: Any) -> Iterator[None]:
         # The mask of padding grows with each token, and no stage sends it.
         sent = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and n != "attention_mask"}
         kept = {name: value for name, value in arguments.items() if name not in sent}
+        if sources is not None:
+            sent["input_ids"], kept["encoder_outputs"] = sources, None
         name = next((name for name in _CACHES if kept.get(name) is not None), None)
         if name is not None and not caches:
             caches.append(kept[name])

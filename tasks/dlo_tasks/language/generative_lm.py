@@ -37,6 +37,8 @@ class GenerativeLM(LanguageModel, Generates):
         DloError: If a model, setting, target or argument does not exist, or values contradict each other.
     """
 
+    generates_in_stages = True
+
     def __init__(
         self,
         model: str | None = None,

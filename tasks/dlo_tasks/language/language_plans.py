@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from dlo_framework.models.experts import find_mixtures
 from dlo_framework.models.experts.balance import check_routers, find_routers, limit_capacity
 from dlo_framework.models.experts.layer import DenseMLP, upcycle
 from dlo_framework.models.experts.mixture_options import MixtureOptions
-from dlo_framework.plan import ParallelPlan, Rule, tied_groups
+from dlo_framework.plan import ParallelPlan, Rule, named_tensors, tied_groups
 from dlo_tasks.language.language_models import find_base_model, find_blocks
 from dlo_tasks.language.text_settings import text_settings
 
@@ -109,21 +109,23 @@ _PLAIN_STACKS = frozenset(
 )
 
 
+#: Arguments of blocks: the encoder's output; biases of positions, which T5's first blocks compute; Pegasus-X's global
+#: tokens.
+_CARRIED = ("encoder_hidden_states", "position_bias", "encoder_decoder_position_bias", "global_hidden_states")
+
+
 def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
     """Returns the parallel plan of an encoder-decoder language model.
 
     Blocks are those of the encoder, then those of the decoder. Attentions and MLPs with the projections of T5 or BART
-    have tensor rules, in the families that were compared with one process. The stem is everything else but the
-    decoder's last norm and the output projection.
+    have tensor rules, in the families that were compared with one process.
     """
     own: Any = model
     stacks = [own.get_encoder(), own.get_decoder()]
     lists = [(_name_of(model, stack), _largest_list(stack)) for stack in stacks]
     blocks = [(f"{stack}.{name}" if stack else name, found) for stack, (name, found) in lists]
     patterns = tuple(f"{name}.*" for name, _ in blocks)
-    head = [_name_of(model, own.get_output_embeddings())]
-    last = [name for name, part in stacks[1].named_children() if "Norm" in type(part).__name__ and "embed" not in name]
-    head += [f"{lists[1][0]}.{name}" for name in last]
+    head = _name_of(model, own.get_output_embeddings())
     tensor: dict[str, Rule] = {}
     attention: dict[str, None] = {}
     widths: dict[str, int] = {}
@@ -145,17 +147,54 @@ def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
                 tensor[f"{pattern}.relative_attention_bias.weight"] = Rule.LAST_DIM_HEADS
     if tensor:
         embeddings = [name for name, part in model.named_modules() if _shares_input(model, part)]
-        tensor |= dict.fromkeys([*embeddings, head[0]], Rule.VOCAB)
+        tensor |= dict.fromkeys([*embeddings, head], Rule.VOCAB)
     plan = ParallelPlan(
         blocks=patterns,
-        head=tuple(head),
+        head=head,
         tensor=tensor,
         attention=tuple(attention),
         tied=tied_groups(model),
         head_widths=widths,
+        carried=_CARRIED,
     )
-    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return replace(plan, stem=tuple(name for name, _ in names if not plan.owners(name)))
+    return _with_parts_around(model, plan, [_name_of(model, stack) for stack in stacks], [name for name, _ in blocks])
+
+
+def _with_parts_around(
+    model: PreTrainedModel, plan: ParallelPlan, stacks: Sequence[str], blocks: Sequence[str]
+) -> ParallelPlan:
+    """Returns a plan whose stem and head have all other tensors too.
+
+    Of a stack, its embeddings and what else is registered before its blocks run before them, and the rest after them:
+    between the stacks, or in the head. What is in neither stack belongs to the stem.
+
+    Args:
+        model: Model.
+        plan: Plan with the blocks and the output projection.
+        stacks: Names of the encoder and the decoder.
+        blocks: Names of the lists of their blocks.
+    """
+    order = {name: number for number, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    tensors = [name for name, _ in named_tensors(model)]
+    owned = [name for name in tensors if plan.owners(name)]
+    parts: list[dict[str, None]] = [{}, {}, {}]
+    for name in (name for name in tensors if not plan.owners(name)):
+        module = name.rpartition(".")[0]
+        part = name if not module or any(other.startswith(f"{module}.") for other in owned) else module
+        stack = next((n for n, stack in enumerate(stacks) if name.startswith(f"{stack}.")), None)
+        is_after = stack is not None and _runs_after(model, module, stacks[stack], blocks[stack], order)
+        parts[(stack or 0) + is_after][part] = None
+    stem, between, head = parts
+    return replace(plan, stem=(*stem, *between), between=tuple(between), head=(*plan.head, *head))
+
+
+def _runs_after(model: PreTrainedModel, module: str, stack: str, blocks: str, order: Mapping[str, int]) -> bool:
+    """Returns whether a module of a stack runs after its blocks."""
+    # BigBird-Pegasus's last norm has the name of BART's first one.
+    embeds = "embed" in module.removeprefix(stack) and model.config.model_type != "bigbird_pegasus"
+    beside = module.rpartition(".")[0] == blocks.rpartition(".")[0]  # T5Gemma registers its last norm before them.
+    is_norm = beside and "Norm" in type(model.get_submodule(module)).__name__
+    return not embeds and (is_norm or order[module] > order[blocks])
 
 
 def _largest_list(stack: nn.Module) -> tuple[str, nn.ModuleList]:

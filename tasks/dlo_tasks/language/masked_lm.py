@@ -15,8 +15,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention import Attention
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.strategy_abilities import mesh_spec
-from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task_abilities import Generates
 from dlo_tasks.language import batches, encoders
 from dlo_tasks.language.encoders import EncoderTraits, HeadStage
@@ -47,6 +45,9 @@ class MaskedLM(LanguageModel, Generates):
     """
 
     kind = "masked"
+    divided_by = ("cp",)
+    looks_inside_by = "its tokens attend to all others of their document, under a mask that ranks cannot divide"
+    looks_inside_fix = ""
 
     def __init__(
         self, model: str | None = None, config: dict[str, Any] | str | None = None, **language_model: Any
@@ -58,20 +59,6 @@ class MaskedLM(LanguageModel, Generates):
                 "attention must name an implementation of transformers for MaskedLM, got a kernel or mask of dlo, which"
                 " are causal; set sdpa or eager, or remove it"
             )
-
-    def check(self, datamodule: LightningDataModule | None) -> None:
-        """Checks that the model and the optimizer can be built, and that no ranks share sequences.
-
-        Raises:
-            DloError: If one of them cannot be built, or the strategy divides sequences among ranks.
-        """
-        spec = None if self._trainer is None else mesh_spec(contract_of(self.trainer.strategy))
-        if spec is not None and spec.cp > 1:
-            raise DloError(
-                "cp must be 1 for MaskedLM, whose tokens attend to all others of their document under a mask that ranks"
-                f" cannot divide, got {spec.cp}; use tp or pp"
-            )
-        super().check(datamodule)
 
     def _probe(self, model: Any) -> EncoderTraits:
         return encoders.probe_encoder(model)

@@ -43,6 +43,7 @@ class Seq2SeqLM(GenerativeLM):
 
     kind: ModelKind = "seq2seq"
     needs_hidden_states = True
+    divided_by = ("cp", "sequence_parallel")
     looks_inside_by = "each block of its decoder uses the encoder's output, and an encoder attends to later tokens"
     looks_inside_fix = ""
 

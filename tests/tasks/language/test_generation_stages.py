@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
@@ -16,6 +16,9 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.batches import pad_left
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.generation import Sampling, keeps_keys_and_values
+from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
+from support.seq2seq import FAMILIES as ENCODER_DECODERS
+from support.seq2seq import seq2seq_config
 from support.token_batches import FAMILIES, Batches
 from support.trainers import quiet_trainer
 
@@ -53,7 +56,8 @@ def trainer_of(strategy: Any, world_size: int, folder: Path) -> Trainer:
 def write(strategy: Any, world_size: int, folder: Path, model: str, sampling: Sampling) -> dict[int, list[int]]:
     """Returns the tokens of each prompt that this rank has written, by the prompt's number."""
     trainer = trainer_of(strategy, world_size, folder)
-    batches: Any = trainer.predict(CausalLM(model=model, sampling=sampling), datamodule=Prompts())
+    kind = Seq2SeqLM if AutoConfig.from_pretrained(model).is_encoder_decoder else CausalLM
+    batches: Any = trainer.predict(kind(model=model, sampling=sampling), datamodule=Prompts())
     return {row["index"]: row["tokens"] for batch in batches for row in batch}
 
 
@@ -68,10 +72,16 @@ def save_models(folder: Path, families: list[str], layers: int = 2) -> dict[str,
     found = {}
     for family in families:
         torch.manual_seed(3)
-        name = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
-        more = {"initializer_range": 0.4, name: layers, "eos_token_id": END, "pad_token_id": 0}
-        config = AutoConfig.for_model(family, **{**FAMILIES[family], **more})
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+        ends = {"eos_token_id": END, "pad_token_id": 0}
+        if family in ENCODER_DECODERS:
+            scale = {"initializer_factor": 4.0} if family == "t5" else {"init_std": 0.4}
+            config = AutoConfig.for_model(**seq2seq_config(family, decoder_start_token_id=0, **scale, **ends))
+            AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder / family)
+        else:
+            name = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
+            more = {"initializer_range": 0.4, name: layers, **ends}
+            config = AutoConfig.for_model(family, **{**FAMILIES[family], **more})
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
         found[family] = str(folder / family)
     return found
 
@@ -100,7 +110,7 @@ def trim(row: list[int]) -> list[int]:
 
 
 def test_two_stages_write_the_tokens_of_one_process(tmp_path: Path) -> None:
-    models = save_models(tmp_path, ["llama", "gpt2"])
+    models = save_models(tmp_path, ["llama", "gpt2", "t5"])
     cases: list[Any] = [(model, SAMPLED, {"pp": 2}) for model in models.values()]
     deep = save_models(tmp_path / "deep", ["mistral"], layers=4)["mistral"]
     cases += [(deep, GREEDY, {"pp": 2, "schedule": "Interleaved1F1B"})]
@@ -109,7 +119,7 @@ def test_two_stages_write_the_tokens_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stages_that_share_layers_or_weights_write_the_tokens_of_one_process(tmp_path: Path) -> None:
-    models = save_models(tmp_path, ["llama", "qwen3", "gemma2"])
+    models = save_models(tmp_path, ["llama", "qwen3", "gemma2", "bart"])
     cases: list[Any] = [(model, SAMPLED, {"pp": 2, "tp": 2}) for model in models.values()]
     # Data ranks that gather weights together write as often as the longest row of all.
     cases += [

@@ -24,8 +24,9 @@ from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language import model_folders
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
+from dlo_tasks.language.masked_lm import MaskedLM
 from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
-from support.causal_types import TYPES, tiny
+from support.causal_types import TYPES, tiny, tiny_masked
 from support.seq2seq import seq2seq_config
 from support.token_batches import SMALL
 from support.trainers import quiet_trainer
@@ -265,7 +266,13 @@ def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], 
     strategy.parallel_devices = [torch.device("cpu")] * 2
     mixture = CausalLM(config={"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]})
     both = Seq2SeqLM(config=seq2seq_config("t5"))
-    for task, reason in ((mixture, "routers' logits"), (both, "its decoder uses the encoder's output")):
+    masked = MaskedLM(config=tiny_masked("bert"))
+    refused: list[tuple[Any, str, set[str]]] = [
+        (mixture, "routers' logits", {"pp=2", "cp=2", "sequence_parallel: true"}),
+        (both, "its decoder uses the encoder's output", {"cp=2", "sequence_parallel: true"}),
+        (masked, "its tokens attend to all others", {"cp=2"}),
+    ]
+    for task, reason in ((task, reason) for task, reason, by in refused if named in by):
         with pytest.raises(DloError, match=rf"{reason}.*, got {named}, which divides them; use the other axes"):
             strategy.check_model(task)
 

@@ -522,19 +522,21 @@ def check_predict(task: Any) -> None:
 
 
 def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
-    """Checks that a task whose loss uses outputs of all blocks has all blocks, and full sequences, on each rank.
+    """Checks that each rank has the blocks and the full sequences that a task needs.
 
     Raises:
         DloError: The mesh divides blocks or sequences.
     """
     inside = find_ability(task, LooksInside)
-    if inside is None or not inside.needs_hidden_states:
+    if inside is None:
         return
-    divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
-    divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []
+    found = {axis: f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1}
+    found |= {"sequence_parallel": "sequence_parallel: true"} if sequence_parallel and spec.tp > 1 else {}
+    divided = [text for axis, text in found.items() if axis in inside.divided_by]
     if divided:
+        needed = "all blocks and full sequences" if "pp" in inside.divided_by else "full sequences"
         raise DloError(
-            f"a rank must have all blocks and full sequences for the loss of {type(task).__name__}"
+            f"a rank must have {needed} for the loss of {type(task).__name__}"
             f" ({inside.looks_inside_by}), got {' and '.join(divided)}, which divides them; use the other axes"
             f"{inside.looks_inside_fix}"
         )

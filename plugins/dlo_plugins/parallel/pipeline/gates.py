@@ -8,11 +8,14 @@ model computes from them (masks, angles, positions), and only the hidden state i
 - a module of the head is not called: it would need weights of the last stage;
 - the forward ends where the next stage's first block would be called: that block's first argument is sent.
 
-So the code between two blocks runs in the stage of the earlier block. If the forward uses anything else from earlier
-stages (for example in a skip connection around a block), it would use a placeholder, which is an error: nothing may be
-computed from placeholders after the hidden state has been received. What is computed from a placeholder is one too. The
-loss has placeholders in place of the weights of other stages. Operations on other tensors are not watched, so that the
-check costs nothing, and runs always.
+So the code between two blocks runs in the stage of the earlier block. Arguments of blocks that the plan names as
+carried, such as an encoder's output in a decoder, are sent with the hidden state, in one tensor, and take the place of
+their placeholders in all blocks of the stage; their gradients come back the same way.
+
+If the forward uses anything else from earlier stages (for example in a skip connection around a block), it would use a
+placeholder, which is an error: nothing may be computed from placeholders after the hidden state has been received. What
+is computed from a placeholder is one too. The loss has placeholders in place of the weights of other stages. Operations
+on other tensors are not watched, so that the check costs nothing, and runs always.
 
 Code outside of stem and blocks runs on several stages, and draws the same random numbers on all of them: a block, and
 a module of the stem, draws from a stream of its own.
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,11 +89,15 @@ class Placeholder(Tensor):
         value: Tensor of its shape, dtype and device.
         source: Name of the module or parameter that it depends on.
         check: State of the forward.
+
+    Attributes:
+        received: Value that this stage has received in its place; None for none.
     """
 
     value: Tensor
     source: str
     check: SkipCheck
+    received: Tensor | None
     _is_param: bool
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -107,7 +115,7 @@ class Placeholder(Tensor):
         made: Any = Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device, layout=value.layout
         )
-        made.value, made.source, made.check = value, source, check
+        made.value, made.source, made.check, made.received = value, source, check, None
         return made
 
     def __deepcopy__(self, memo: Any) -> Placeholder:
@@ -298,12 +306,12 @@ class StageForward:
 
     def _plan(self) -> Iterator[tuple[str, Callable[[str, Any], Any]]]:
         first, end = self.stages.first[self.stage], self.stages.first[self.stage + 1]
-        if self.stage > 0:
-            yield from ((name, self._absent_tensor) for name in self.stages.stem_tensors)
-            yield from ((name, self._placeholder) for name in self.stages.stem_units)
-            yield from ((name, self._placeholder) for name in self.stages.blocks[:first])
-        elif self.record or self.seed is not None:
-            yield from ((name, self._recorded) for name in self.stages.stem_units)
+        units = self.stages.stem_units.items()
+        yield from ((name, self._absent_tensor) for name, of in self.stages.stem_tensors.items() if of < self.stage)
+        yield from ((name, self._placeholder) for name, of in units if of < self.stage)
+        yield from ((name, self._placeholder) for name in self.stages.blocks[:first])
+        if self.record or self.seed is not None:
+            yield from ((name, self._recorded) for name, of in units if of == self.stage)
         yield from ((name, self._block) for name in self.stages.blocks[first:end])
         yield from ((name, self._exit) for name in self.stages.blocks[end:])
         yield from ((name, self._head) for name in self.stages.absent_heads[self.stage])
@@ -360,10 +368,14 @@ class StageForward:
             if not self.has_ended:  # A recomputation in backward calls it again.
                 self._enter(name)
             if is_first:
-                hidden = self._hidden(name)
+                sent = self._sent(module, args, kwargs)
+                hidden, *carried = self._unpacked(self._hidden(name), sent)
+                for placeholder, value in zip(sent[1:], carried, strict=True):
+                    placeholder.received = value
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): hidden})
                 self.check.is_received = True
             if self.check.is_received:
+                args, kwargs = _filled((args, kwargs))
                 self.check.check_values((args, kwargs), f"'{name}' with an argument")
             with self._stream(name), self._leaves_nothing(name, module):
                 return self._record_shape(name, module(*args, **kwargs))
@@ -434,16 +446,39 @@ class StageForward:
             )
         return _Identity.apply(received)
 
+    def _sent(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Returns the tensors of the message to a stage, of its first block's arguments; the hidden state is first."""
+        first = next(iter((*args, *kwargs.values())), None)
+        if not self.stages.carried:
+            return [first]
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        values = [given.get(name) for name in self.stages.carried]
+        # No block changes those of whole numbers, such as positions.
+        return [first, *(value for value in values if isinstance(value, Tensor) and value.is_floating_point())]
+
+    @staticmethod
+    def _unpacked(received: Tensor, sent: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors of one message, in the shapes of those that were sent."""
+        if len(sent) == 1:
+            return [received]
+        found, end = [], 0
+        for tensor in sent:
+            begin, end = end, end + tensor.numel()
+            found.append(received[begin:end].view(tensor.shape).to(tensor.dtype))
+        return found
+
     def _exit(self, name: str, module: nn.Module) -> nn.Module:
         def leave(*args: Any, **kwargs: Any) -> Any:
             self._enter(name)
-            hidden = next(iter((*args, *kwargs.values())), None)
+            args, kwargs = _filled((args, kwargs))
+            hidden, *carried = self._sent(module, args, kwargs)
             if not isinstance(hidden, Tensor):
                 raise DloError(
                     f"the first argument of a stage's first block must be a tensor, got {type(hidden).__name__} for"
                     f" '{name}'; pass the hidden state first, or train with pp=1"
                 )
-            raise _StageEnd(hidden)
+            raise _StageEnd(torch.cat([part.flatten() for part in (hidden, *carried)]) if carried else hidden)
 
         return _Gate(module, leave)
 
@@ -465,6 +500,11 @@ class StageForward:
             shape = _mapped(returned, Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype))
             self.known.setdefault(name, []).append(shape)
         return returned
+
+
+def _filled(arguments: Any) -> Any:
+    """Returns arguments with the received values in place of their placeholders."""
+    return tree_map_only(Placeholder, lambda made: made if made.received is None else made.received, arguments)
 
 
 class _Gate(nn.Module):

@@ -8,7 +8,7 @@ runs the forward of a single stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,8 +31,9 @@ class Stages:
     Attributes:
         blocks: Names of all blocks, in the order in which they run.
         first: Number of each stage's first block; the last item is the number of blocks.
-        stem_units: Names of the modules with parameters that run before the first block.
-        stem_tensors: Names of the stem's parameters that belong to none of these modules.
+        carried: Names of the blocks' arguments that stages pass on with the hidden state.
+        stem_units: Names of the stem's modules with parameters, each with the stage that runs it.
+        stem_tensors: Names of the stem's parameters that belong to none of these modules, each with its stage.
         absent_heads: Names of the modules after the last block of which each stage lacks parameters.
 
     Raises:
@@ -43,9 +44,13 @@ class Stages:
         self.blocks = plan.block_names(model, repeated=True)
         check_counts(counts, len(self.blocks))
         self.first = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-        self.stem_units, heads = _units(model, plan.stem), _units(model, plan.head)
+        self.carried = plan.carried
         self._stages: dict[str, tuple[int, ...]] = {}
         self._plan = plan
+        parts = len(replace(plan, blocks=plan.blocks[:1]).block_names(model, repeated=True))
+        self._between = self._stage_of(parts - 1)
+        self.stem_units = {unit: self._stem_stage(unit) for unit in _units(model, plan.stem)}
+        heads = _units(model, plan.head)
         shared: dict[int, set[int]] = {}
         found: dict[str, Tensor] = {}
         for name, tensor in named_tensors(model):
@@ -61,11 +66,11 @@ class Stages:
             for stage in range(self.count)
         ]
         stem_parameters = (name for name, tensor in found.items() if isinstance(tensor, nn.Parameter))
-        self.stem_tensors = tuple(
-            name
+        self.stem_tensors = {
+            name: self._stem_stage(name)
             for name in stem_parameters
             if self._block_of(name) is None and plan.owners(name)[:1] == ["stem"] and self._unit_of(name) is None
-        )
+        }
 
     @property
     def count(self) -> int:
@@ -103,13 +108,21 @@ class Stages:
     def _block_of(self, name: str) -> int | None:
         return next((n for n, block in enumerate(self.blocks) if name.startswith(block + ".")), None)
 
+    def _stage_of(self, block: int) -> int:
+        return next(stage for stage in range(self.count) if block < self.first[stage + 1])
+
+    def _stem_stage(self, name: str) -> int:
+        """Returns the stage that runs a module of the stem: the first, unless it is between blocks."""
+        return self._between if ParallelPlan(stem=self._plan.between).owners(name) else 0
+
     def _own_stage(self, name: str, is_parameter: bool) -> int | None:
         block = self._block_of(name)
         if block is not None:
-            return next(stage for stage in range(self.count) if block < self.first[stage + 1])
+            return self._stage_of(block)
         if is_parameter:
-            return 0 if self._plan.owners(name)[:1] == ["stem"] else self.count - 1
-        return 0 if self._unit_of(name) is not None else None
+            return self._stem_stage(name) if self._plan.owners(name)[:1] == ["stem"] else self.count - 1
+        unit = self._unit_of(name)
+        return None if unit is None else self.stem_units[unit]
 
 
 class StageOwnership:
@@ -191,7 +204,7 @@ def check_counts(counts: Sequence[int], blocks: int) -> None:
 def _units(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Returns the names of the outermost modules with parameters that a forward calls, of those that patterns name."""
     units: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         inside = any(name.startswith(unit + ".") for unit in units)
         if name and not inside and _matches(patterns, name):
             units += _called_modules(name, module)
