@@ -150,7 +150,7 @@ def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
         tensor |= dict.fromkeys([*embeddings, head], Rule.VOCAB)
     plan = ParallelPlan(
         blocks=patterns,
-        head=head,
+        head=(head,),
         tensor=tensor,
         attention=tuple(attention),
         tied=tied_groups(model),
@@ -211,14 +211,18 @@ def _shares_input(model: PreTrainedModel, part: nn.Module) -> bool:
 def _with_rest(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
     """Returns a plan whose stem and head have all other tensors too: BERT's embeddings are not beside its blocks.
 
-    What is registered before the first block belongs to the stem, what comes after it to the head.
+    What is registered before the first block belongs to the stem. What comes after it, or is beside the base model, as
+    the head of XLM-RoBERTa, belongs to the head.
     """
+    base = find_base_model(model)
+    inside = f"{_name_of(model, base)}." if base is not model else ""
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     first = order[plan.block_names(model)[0]]
     rest: tuple[dict[str, None], dict[str, None]] = ({}, {})
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if not plan.owners(name):
-            rest[order[name.rpartition(".")[0]] > first][name] = None
+            is_after = not name.startswith(inside) or order[name.rpartition(".")[0]] > first
+            rest[is_after][name] = None
     if not any(rest):
         return plan
     return replace(plan, stem=(*plan.stem, *rest[0]), head=(*plan.head, *rest[1]))
@@ -233,6 +237,7 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
     later |= {name for name, _ in around.named_children() if name.startswith("final") or name.endswith("_head")}
     # LFM2's final norm is called `embedding_norm`, BigBird-Pegasus's by the name of BART's first one.
     last = "layernorm_embedding" if model.config.model_type == "bigbird_pegasus" else "embedding_norm"
+    later.discard("relative_attention_bias")  # MPNet's table, which it registers after its blocks.
     return {name for name in later if "rotary" not in name and ("embed" not in name or name == last)}
 
 

@@ -20,8 +20,12 @@ from dlo_tasks.language import batches, encoders
 from dlo_tasks.language.encoders import EncoderTraits, HeadStage
 from dlo_tasks.language.generation import max_positions, print_samples
 from dlo_tasks.language.language_model import LanguageModel
+from dlo_tasks.language.language_plans import encoder_decoder_plan
 from dlo_tasks.language.masked_data import MASK_FRACTION
 from dlo_tasks.language.vocabulary_head import VocabularyHead
+
+#: Arguments of blocks that are computed from tables of positions: MPNet's and RoFormer's.
+_CARRIED = ("position_bias", "sinusoidal_pos")
 
 
 class MaskedLM(LanguageModel, Generates):
@@ -65,7 +69,11 @@ class MaskedLM(LanguageModel, Generates):
 
     def parallel_plan(self) -> ParallelPlan:
         """Returns the parallel plan of the model's family, without attention that ranks could share."""
-        return replace(super().parallel_plan(), attention=())
+        if self.model.config.is_encoder_decoder:  # type: ignore[union-attr]
+            plan = encoder_decoder_plan(self.model)  # type: ignore[arg-type]
+        else:
+            plan = replace(super().parallel_plan(), carried=_CARRIED)
+        return replace(plan, attention=())
 
     @property
     def head(self) -> VocabularyHead:
