@@ -14,7 +14,7 @@ from composition import matrix
 from composition.page import PAGE, check_cells, known, page_of
 
 #: Of one column in the ordinary tests: the machinery, and one that is refused. All columns take a quarter of an hour.
-ORDINARY = ["", "DiLoCo", "WeightEMA"]
+ORDINARY = ["", "DiLoCo"]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,12 @@
-"""Stopping and resuming through the command: the curve of a run that was interrupted is that of one that was not."""
+"""Stopping and resuming through the command: the curve of a run that was interrupted is that of one that was not.
+
+In the ordinary suite `tests/framework/run/test_resume.py` and `test_python_api.py` stop and resume runs.
+"""
 
 import json
 import signal
+
+import pytest
 
 from support.digits_config import digits_config
 
@@ -15,6 +20,7 @@ CONFIG = digits_config(
 )
 
 
+@pytest.mark.slow
 def test_a_run_and_one_that_is_interrupted_have_one_curve(dlo, curve):
     """And two runs with one seed: the interrupted one begins as a run of its own."""
     (dlo.folder / "small.yaml").write_text(CONFIG)

@@ -280,7 +280,7 @@ HALVED = ("zero3", "zero3_offload", "zero3_meta", "fsdp", "fsdp_offload", "fsdp_
 CASES = [(name, kind) for name in STRATEGIES for kind in runs.TASKS if kind == "text" or name not in TEXT_ONLY]
 #: What runs each time, in one set of ranks: each way to divide a model; the others are slow. test_distill_ranks has
 #: images.
-SOME = [(name, "text") for name in ("ddp", "fsdp_offload", "tp_sequence", "pp", "cp")]
+SOME = [(name, "text") for name in ("ddp", "fsdp_offload", "tp_sequence", "pp")]
 
 
 def _look(own: runs.Teacher, trainer: Any) -> None:
