@@ -30,6 +30,7 @@ import io
 import os
 import time
 import uuid
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -231,7 +232,27 @@ def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> lis
     with HashedFile(leftover_path(prepared.path, PARTIAL) / MANIFEST) as file:
         file.write(to_text(manifest).encode())
     publish(prepared.path)
+    _warn_of_same_bytes(prepared.path, manifest)
     return [None] * len(records)
+
+
+#: Name, step and hashes of the last checkpoint that this process has published, by folder and by what it has.
+_last_saved: dict[tuple[Path, bool], tuple[str, int, list[str]]] = {}
+
+
+def _warn_of_same_bytes(path: Path, manifest: Manifest) -> None:
+    """Warns if steps have been taken since the last checkpoint, and no bit of a weight or of a moment has changed."""
+    hashes = [file["sha256"] for name, file in manifest.files.items() if name != STATE]
+    key = path.parent, manifest.weights_only
+    name, step, before = _last_saved.get(key, ("", manifest.step, []))
+    _last_saved[key] = path.name, manifest.step, hashes
+    if step < manifest.step and hashes and hashes == before:
+        warnings.warn(
+            f"checkpoint {path} of step {manifest.step} has weights and optimizer state of {name}, of step {step}, to"
+            " the bit: nothing has trained in between, or what is saved is not the state of the run, as where"
+            " on_save_checkpoint keeps a copy",
+            stacklevel=2,
+        )
 
 
 def _wait_for(partial: Path, rank: int) -> None:

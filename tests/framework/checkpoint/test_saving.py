@@ -463,3 +463,12 @@ def test_each_file_is_one_that_safetensors_opens_and_has_the_hash_of_the_manifes
                     total += sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
         stored = [tensor for group in read_manifest(folder).tensors.values() for tensor in group.values()]
         assert total == sum(chunk.end - chunk.begin for tensor in stored for chunk in tensor.chunks)
+
+
+def test_checkpoints_of_two_steps_with_the_same_bytes_are_a_warning(tmp_path: Path, recwarn) -> None:
+    """NeMo-RL #3312: asynchronous saves of steps 90, 110 and 120 had the weights of one step."""
+    stale = torch.arange(4.0)
+    for step, weights in ((1, stale), (2, stale + 1), (3, stale + 1), (3, stale + 1)):
+        save({"state_dict": {"w": weights}, "global_step": step}, tmp_path / f"{step}-{len(recwarn)}.ckpt")
+    (warning,) = [str(each.message) for each in recwarn]
+    assert "of step 3 has weights and optimizer state of 2-0.ckpt, of step 2, to the bit" in warning
