@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlo_framework.errors import shown_names
 from dlo_framework.testing.record import COPY, SQUARES, Record
 
 
@@ -577,7 +578,8 @@ def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
     causes = _causes(comparison, one, ranks)
     if comparison.within or not comparison.rows or comparison.untrained is not None:
         return causes
-    return [*first_difference(comparison), *causes]
+    group = first_group(one, ranks)
+    return [*first_difference(comparison), *([f"after the first step, {group} differ"] if group else []), *causes]
 
 
 def first_difference(comparison: Comparison) -> list[str]:
@@ -590,6 +592,39 @@ def first_difference(comparison: Comparison) -> list[str]:
         return [f"the first difference is in {tensor} at the end"] if names else []
     most = f"; at the end {tensor} differs most" if names else ""
     return [f"the first difference is the {what}: {pair.one:.8g} in one process, {pair.ranks:.8g} on the ranks{most}"]
+
+
+#: Difference of outlines, relative to a typical change of as many elements, above which a first step is another one.
+_OTHER_STEP = 1e-2
+
+
+def first_group(one: Record, ranks: Record) -> str:
+    """Returns which parameters the first step has changed otherwise on the ranks; empty if none are known.
+
+    A group says more than names: a kind of module, what one rank steps, or a run of parameters, as one bucket has.
+    """
+    names = [name for name, change in one.first.items() if name in ranks.first and change.isfinite().all()]
+    total = float(torch.stack([one.first[name][0] for name in names]).norm()) if names else 0.0
+    typical = total / max(1, sum(one.weights[name].numel() for name in names)) ** 0.5
+    apart = [
+        name
+        for name in names
+        if not (one.first[name] - ranks.first[name]).abs().max()
+        <= _OTHER_STEP * max(float(one.first[name][0].max()), typical * (one.weights[name].numel() / 8) ** 0.5)
+    ]
+    if len(apart) in (0, len(names)):
+        return f"all {len(names)} parameters" if apart else ""
+    kinds = {one.kinds.get(name) for name in apart}
+    if len(kinds) == 1 and apart == [name for name in names if one.kinds.get(name) in kinds]:
+        return f"all parameters of {kinds.pop()} modules"
+    for rank, own in enumerate(ranks.stepped):
+        others = set().union(*(stepped for other, stepped in enumerate(ranks.stepped) if other != rank))
+        if own - others and (own - others).intersection(names) <= set(apart) <= own:
+            return f"the parameters that rank {rank} steps"
+    first, last = names.index(apart[0]), names.index(apart[-1])
+    if 1 < len(apart) == last - first + 1:
+        return f"the {len(apart)} parameters from {apart[0]} to {apart[-1]}, a run as a bucket or a stage has it,"
+    return shown_names(apart)
 
 
 def _causes(comparison: Comparison, one: Record, ranks: Record) -> list[str]:

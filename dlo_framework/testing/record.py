@@ -181,6 +181,9 @@ class Record:
         weights: Weights at the end, by name; on global rank 0.
         initial: Checksums of the weights before the first step; on global rank 0.
         moved: 2-norm of each weight's change by training; on global rank 0.
+        first: Outline of each weight's change by the first step, see :func:`outline`; on global rank 0.
+        kinds: Class name of the module of each parameter, by name.
+        stepped: Names of the parameters of which a rank's optimizers step elements, by rank.
         optimizer: Optimizer state at the end, by ``"<key> of <name>"``; on global rank 0, and empty where the strategy
             does not return it by parameter.
         validation: Metrics of a validation at the end, by name, as each rank has them.
@@ -194,6 +197,9 @@ class Record:
     weights: dict[str, Tensor] = field(default_factory=dict)
     initial: dict[str, int] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    stepped: list[set[str]] = field(default_factory=list)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     validation: dict[str, tuple[float, ...]] = field(default_factory=dict)
     batch_norms: int = 0
@@ -215,7 +221,8 @@ def merge_records(records: list[Record]) -> Record:
     merged = Record(
         place=(0, first.place[1]), weights=first.weights, initial=first.initial, batch_norms=first.batch_norms
     )
-    merged.moved, merged.optimizer = first.moved, first.optimizer
+    merged.moved, merged.optimizer, merged.first, merged.kinds = first.moved, first.optimizer, first.first, first.kinds
+    merged.stepped = [names for record in records for names in record.stepped]
     for name in dict.fromkeys(name for record in records for name in record.validation):
         merged.validation[name] = tuple(v for record in records for v in record.validation.get(name, ()))
     merged.notes = first.notes
@@ -276,6 +283,13 @@ class Recorder(PluginCallback):
         kinds = nn.modules.batchnorm._BatchNorm
         layers = [module for module in pl_module.modules() if isinstance(module, kinds)]
         self.record.batch_norms = sum(layer.training and not isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+        contract = contract_of(trainer.strategy)
+        self.record.stepped = [{name for each in trainer.optimizers for name in contract.optimizer_tensors(each)}]
+        self.record.kinds = {
+            plain_name(f"{path}.{name}" if path else name): type(module).__name__
+            for path, module in pl_module.named_modules()
+            for name, _ in module.named_parameters(recurse=False)
+        }
         self._begin = gather_full_weights(trainer)
         self.record.initial = checksums(self._begin)
         if self.nudge:
@@ -318,6 +332,10 @@ class Recorder(PluginCallback):
         norms = (sum(self._squares) ** 0.5,) if self._squares else ()
         self.record.steps.append(Step(mean, norms, self._samples, self._digest))
         self._losses, self._squares, self._samples, self._digest = [], [], 0, 0
+        if len(self.record.steps) == 1:
+            weights = gather_full_weights(trainer)
+            kept = {name: self._begin[name] for name in weights if name in self.record.kinds and name in self._begin}
+            self.record.first = {name: outline(weights[name].double() - begin.double()) for name, begin in kept.items()}
         steps, epochs = trainer.max_steps, trainer.max_epochs or -1
         if len(self.record.steps) >= steps > 0 or (trainer.is_last_batch and trainer.current_epoch + 1 == epochs):
             trainer.should_stop = True  # Lightning (2.6) then validates before it ends the run.
@@ -344,6 +362,20 @@ class Recorder(PluginCallback):
         else:
             name = type(trainer.strategy).__name__
             self.record.notes.append(f"optimizer state: not compared; {name} does not return it by parameter")
+
+
+#: Number of slices of a tensor in its outline.
+_SLICES = 8
+
+
+def outline(change: Tensor) -> Tensor:
+    """Returns the 2-norm of each eighth of a tensor's elements, and their sum over the root of their number, `[2, 8]`.
+
+    By it two changes of a weight are compared, of which neither run has kept the weight.
+    """
+    slices = change.flatten().tensor_split(_SLICES)
+    sums = [part.sum() / max(1, part.numel()) ** 0.5 for part in slices]
+    return torch.stack([torch.stack([torch.linalg.vector_norm(part) for part in slices]), torch.stack(sums)])
 
 
 def nudge(module: nn.Module, seed: int) -> None:

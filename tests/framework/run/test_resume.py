@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from timm.optim import create_optimizer_v2
 
 from dlo_framework.checkpoint import SafeCheckpointIO
-from dlo_framework.data import ResumableDataModule
+from dlo_framework.data import ResumableBatchSampler, ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.random_streams import random_state, restore_random_state
@@ -146,6 +146,22 @@ def test_stopped_and_resumed(whole, tmp_path, batch, at):
     assert before == whole[:at]
     after, _ = run(tmp_path / "run", resume=True)
     assert after == whole[at:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "target", "name", "change"),
+    [
+        ("Accelerate #3938, samples again", ResumableBatchSampler, "batches_from", lambda was, self, _: was(self, 0)),
+        ("Accelerate #4195, epoch 0 again", ResumableBatchSampler, "set_epoch", lambda was, self, _: was(self, 0)),
+        ("NeMo-RL #3842, bf16 for fp32", Net, "on_train_start", lambda was, self: was(self.bfloat16().float())),
+    ],
+)
+def test_faults_of_others_would_be_other_losses(whole, tmp_path, monkeypatch, fault, target, name, change):
+    before, _ = run(tmp_path / "run", stop=Signal(14))
+    was = getattr(target, name)
+    monkeypatch.setattr(target, name, lambda *args: change(was, *args))
+    after, _ = run(tmp_path / "run", resume=True)
+    assert after[0] != whole[len(before)], fault
 
 
 def test_stopped_by_sigterm_with_workers(whole, tmp_path):

@@ -8,9 +8,16 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.testing.compare import RTOL_BF16, compare, report, tensor_differences, without_gradient
+from dlo_framework.testing.compare import (
+    RTOL_BF16,
+    compare,
+    first_group,
+    report,
+    tensor_differences,
+    without_gradient,
+)
 from dlo_framework.testing.parity import verdict
-from dlo_framework.testing.record import Record, Step, merge_records
+from dlo_framework.testing.record import Record, Step, merge_records, outline
 from dlo_framework.testing.training import Setting, record_training
 
 
@@ -255,3 +262,24 @@ def test_the_record_of_all_ranks():
     whole = merge_records(ranks)
     assert whole.steps == [Step((1.0 + (2.0 + 9.0) / 2) / 2, (3.0, 4.0, 5.0, 6.0), 8, 8)]
     assert (whole.place, whole.drew) == ((0, 2), 3)
+
+
+@pytest.mark.parametrize(
+    ("apart", "group"),
+    [
+        ("abcd", "all 4 parameters"),
+        ("ac", "all parameters of Linear modules"),
+        ("cd", "the parameters that rank 1 steps"),
+        ("bcd", "the 3 parameters from b to d, a run as a bucket or a stage has it,"),
+        ("ad", "a, d"),
+        ("", ""),
+    ],
+)
+def test_parameters_that_the_first_step_changes_otherwise_are_a_group(apart: str, group: str) -> None:
+    def ran(turned: str) -> Record:
+        record = Record(weights={name: torch.zeros(9) for name in "abcd"}, stepped=[{"a", "b"}, {"c", "d"}])
+        record.kinds = dict(zip("abcd", ("Linear", "LayerNorm", "Linear", "Embedding"), strict=True))
+        record.first = {name: outline(torch.arange(9.0).double() * (-1 if name in turned else 1)) for name in "abcd"}
+        return record
+
+    assert first_group(ran(""), ran(apart)) == group
