@@ -176,6 +176,16 @@ def pad_left(
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
+def pad_right(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows as ids and attention mask, both `[B, S]`, padded on the right to a multiple."""
+    longest = -(-max(map(len, rows)) // multiple) * multiple
+    ids = [list(row) + [pad] * (longest - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
 def gather_tokens(
     store: TokenStore,
     source: np.ndarray,

@@ -145,13 +145,3 @@ def encode_sources(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     """Returns the token ids of sources or targets, each with the end-of-text token, if there is one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [[*ids, *end] for ids in encode_without_end(tokenizer, list(texts))]
-
-
-def pad_right(
-    rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None, multiple: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Returns sources as ids and attention mask, both `[B, S]`, padded on the right to a multiple."""
-    longest = -(-max(map(len, rows)) // multiple) * multiple
-    ids = [list(row) + [pad] * (longest - len(row)) for row in rows]
-    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from dlo_tasks.language.batches import (
     PackedSamples,
     Statistics,
     finish,
+    pad_right,
 )
 from dlo_tasks.language.chat import read_prompts
 from dlo_tasks.language.packing import (
@@ -40,13 +40,12 @@ from dlo_tasks.language.packing import (
 from dlo_tasks.language.records import Record, format_location, read_records
 from dlo_tasks.language.text_data import TextData
 from dlo_tasks.language.token_cache import Document, TokenStore
-from dlo_tasks.language.tokenization import cached_documents, tokenize_in_processes, total_size
+from dlo_tasks.language.tokenization import cached_documents, in_calls, tokenize_in_processes, total_size
 from dlo_tasks.language.tokenizer import embedded_tokenizer, find_filler_id, vocabulary_size
 
 #: Fraction of the tokens that BERT predicts.
 MASK_FRACTION = 0.15
 _CHOICE, _REPLACEMENT, _TOKEN = 5, 6, 7  # streams of random numbers
-_AT_ONCE = 256
 #: Space, newline, tab and carriage return as byte-level BPE writes them: letters of Unicode.
 _SPACES = "\u0120\u010a\u0109\u010d"
 #: Mask token of the tokenizer that dlo trains.
@@ -201,8 +200,7 @@ def _check_text(files: Sequence[Path], record: Record) -> Record:
 
 
 def _tokenize_texts(records: Iterable[Record], tokenizer: Any) -> Iterator[Document]:
-    coming = iter(records)
-    while some := list(islice(coming, _AT_ONCE)):
+    for some in in_calls(records):
         rows = tokenizer([record.content for record in some], add_special_tokens=False, verbose=False)["input_ids"]
         for record, ids in zip(some, rows, strict=True):
             learned = np.ones(len(ids), dtype=bool)
@@ -404,9 +402,7 @@ class MaskedPrompts:
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns ``input_ids``, ``attention_mask`` and ``labels``, int64 [B, L], and ``index``, int64 [B]."""
-        rows = [torch.tensor(self._texts[draw.index]) for draw in draws]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._filler)
-        kept = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        ids, kept = pad_right([self._texts[draw.index] for draw in draws], self._filler)
         labels = ids.masked_fill(ids != self._mask, IGNORE_INDEX)
         index = torch.tensor([draw.index for draw in draws])
         return {"input_ids": ids, "attention_mask": kept, "labels": labels, "index": index}

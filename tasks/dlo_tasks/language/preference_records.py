@@ -15,7 +15,6 @@ import json
 import re
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -26,7 +25,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.language.chat import Message, encode_conversation, encode_request
 from dlo_tasks.language.records import Record, check_conversation, check_text, format_location, read_rows, read_text
 from dlo_tasks.language.token_cache import Document
-from dlo_tasks.language.tokenization import Tokens, encode_pairs
+from dlo_tasks.language.tokenization import Tokens, encode_pairs, in_calls
 
 COLUMNS = ("prompt", "chosen", "rejected", "completion", "label", "tools")
 _NO_BAR: Callable[[int], object] = lambda size: None
@@ -279,7 +278,6 @@ def with_quotes(text: str, quote: str) -> str:
 
 # --- their tokens -------------------------------------------------------------------------------------------------
 
-_AT_ONCE = 256  # preferences per call: the tokenizer distributes them over the cores
 _NONE: Tokens = ([], np.zeros(0, dtype=bool))
 
 
@@ -301,9 +299,8 @@ def tokenize_preferences(
     Raises:
         DloError: If the chat template does not support a conversation, or an answer has no token.
     """
-    coming = iter(preferences)
     equal: list[str] = []
-    while some := list(islice(coming, _AT_ONCE)):
+    for some in in_calls(preferences):
         texts = [(p.prompt, answer) for p in some if p.kind == "text" for answer in (p.chosen, p.rejected) if answer]
         encoded = iter(encode_pairs(tokenizer, texts))
         for preference in some:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +15,17 @@ import torch
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError, check_number
-from dlo_tasks.language.batches import IGNORE_INDEX, MULTIPLE, Batch, PackingName, Prompts, finish
+from dlo_tasks.language.batches import IGNORE_INDEX, MULTIPLE, Batch, PackingName, Prompts, finish, pad_right
 from dlo_tasks.language.chat import read_prompts
-from dlo_tasks.language.encoder_decoder import encode_sources, pad_right
+from dlo_tasks.language.encoder_decoder import encode_sources
 from dlo_tasks.language.packing import LongSamples, cut_documents, pack_best_fit
 from dlo_tasks.language.records import Record, format_location, read_records
 from dlo_tasks.language.span_corruption import SpanCorruption, add_sentinels, find_sentinels
 from dlo_tasks.language.text_data import TextData
 from dlo_tasks.language.token_cache import Document, TokenStore
-from dlo_tasks.language.tokenization import cached_documents, encode_texts, tokenize_in_processes, total_size
+from dlo_tasks.language.tokenization import cached_documents, encode_texts, in_calls, tokenize_in_processes, total_size
 from dlo_tasks.language.tokenizer import find_filler_id
 
-#: Number of records in a call of the tokenizer.
-_AT_ONCE = 256
 #: Version of the documents that are made of pairs.
 _FORMAT = 1
 
@@ -243,8 +240,7 @@ class Sources(Prompts):
 
 def tokenize_pairs(records: Iterable[Record], tokenizer: Any) -> Iterator[Document]:
     """Yields records as tokenised documents: a text, or a source and its target, whose tokens alone are targets."""
-    coming = iter(records)
-    while some := list(islice(coming, _AT_ONCE)):
+    for some in in_calls(records):
         if some[0].kind == "text":
             found = encode_texts(tokenizer, [record.content for record in some])
         else:

@@ -13,6 +13,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.models.attention import Attention
 from dlo_framework.plan import ParallelPlan
 from dlo_tasks.language import encoder_decoder, families, language_models
+from dlo_tasks.language.batches import pad_right
 from dlo_tasks.language.encoder_decoder import decoder_states, shift_right
 from dlo_tasks.language.generation import check_generation_length, check_windows
 from dlo_tasks.language.generative_lm import GenerativeLM
@@ -143,4 +144,4 @@ class Seq2SeqLM(GenerativeLM):
 
     def _pad_prompts(self) -> tuple[Tensor, Tensor]:
         rows = encoder_decoder.encode_sources(self.tokenizer, self.prompts)
-        return encoder_decoder.pad_right(rows, find_filler_id(self.tokenizer), self._root_device)
+        return pad_right(rows, find_filler_id(self.tokenizer), self._root_device)

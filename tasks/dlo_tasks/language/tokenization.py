@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -33,10 +33,17 @@ from dlo_tasks.language.records import Record, content_hash, format_location, re
 from dlo_tasks.language.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store
 from dlo_tasks.language.tokenizer import fingerprint, vocabulary_size
 
-#: Number of records in a call of the tokenizer, which distributes them over the cores; and in a task of a process.
-_AT_ONCE = 256
-
 Tokens = tuple[list[int], np.ndarray]
+
+
+_Item = TypeVar("_Item")
+
+
+def in_calls(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Yields items in lists of 256: a tokenizer distributes those of a call over the cores."""
+    coming = iter(items)
+    while some := list(islice(coming, 256)):
+        yield some
 
 
 def tokenize_records(records: Iterable[Record], tokenizer: Any, files: Sequence[Path]) -> Iterator[Document]:
@@ -57,8 +64,7 @@ def tokenize_records(records: Iterable[Record], tokenizer: Any, files: Sequence[
     Raises:
         DloError: If the chat template does not support a conversation.
     """
-    coming = iter(records)
-    while some := list(islice(coming, _AT_ONCE)):
+    for some in in_calls(records):
         found: dict[int, Tokens] = {}
         texts = [number for number, record in enumerate(some) if record.kind == "text"]
         pairs = [number for number, record in enumerate(some) if record.kind == "pair"]
@@ -129,7 +135,6 @@ def tokenize_in_processes(
     if processes == 1:
         yield from tokenize(records)
         return
-    coming = iter(records)
     forks = "fork" in multiprocessing.get_all_start_methods()  # A spawned process would import transformers again.
     pool = ProcessPoolExecutor(
         processes,
@@ -139,7 +144,7 @@ def tokenize_in_processes(
     )
     waiting: deque[Future[list[Document]]] = deque()
     try:
-        while some := list(islice(coming, _AT_ONCE)):
+        for some in in_calls(records):
             waiting.append(pool.submit(_tokenize_some, some))
             if len(waiting) > _WAITING * processes:
                 yield from waiting.popleft().result()
