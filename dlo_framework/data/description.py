@@ -90,6 +90,7 @@ class DataDescription(_Description):
         root: Folder of the data.
         seq_len: Tokens of a row; of a source, where there are targets too.
         target_len: Tokens of a target.
+        mask_fraction: Fraction of a row's tokens that are masked and predicted.
         model_kind: Kind of the language models that the batches are for: `causal`, `masked` or `seq2seq`.
         packing: Whether rows hold several documents: `none`, or the way in which they are chosen.
         tokenizer: Tokenizer of transformers, after setup.
@@ -116,6 +117,7 @@ class DataDescription(_Description):
     root: Any
     seq_len: int | None
     target_len: int | None
+    mask_fraction: float | None
     model_kind: str | None
     packing: str | None
     tokenizer: Any

@@ -106,6 +106,7 @@ class MaskedTextData(TextData):
                 "random_fraction and unchanged_fraction must be at most 1 together, got"
                 f" {random_fraction} and {unchanged_fraction}; set both to 0.1"
             )
+        self.mask_fraction = mask_fraction
         self.masking = Masking(mask_fraction, random_fraction, unchanged_fraction, whole_words)
 
     def read(self, files: Sequence[Path]) -> Iterator[Record]:

@@ -58,6 +58,7 @@ class MaskedLM(LanguageModel, Generates):
     ) -> None:
         super().__init__(model, config, **language_model)
         self._traits = EncoderTraits("boolean")  # Until the model is built.
+        self._fraction = MASK_FRACTION  # Of the last example batch's data.
         if isinstance(self.attention, Attention):
             raise DloError(
                 "attention must name an implementation of transformers for MaskedLM, got a kernel or mask of dlo, which"
@@ -87,7 +88,8 @@ class MaskedLM(LanguageModel, Generates):
         """Returns a batch of one row, as long as the data's windows."""
         length = DataDescription(datamodule).seq_len or min(max_positions(self.config) or 512, 512)
         row = torch.zeros(1, length, dtype=torch.long)
-        masked = math.ceil(MASK_FRACTION * length)
+        self._fraction = DataDescription(datamodule).mask_fraction or MASK_FRACTION
+        masked = math.ceil(self._fraction * length)
         labels = torch.where(torch.arange(length) < masked, row, batches.IGNORE_INDEX)
         return {"input_ids": row, "labels": labels, "tokens_in_step": torch.tensor(masked)}
 
@@ -116,7 +118,7 @@ class MaskedLM(LanguageModel, Generates):
 
     def _count_targets(self, labels: Tensor) -> int | None:
         if isinstance(labels, FakeTensor):  # It has no values.
-            return math.ceil(MASK_FRACTION * labels.numel())
+            return math.ceil(self._fraction * labels.numel())
         return super()._count_targets(labels)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
