@@ -191,6 +191,15 @@ def no_hooks_of_saved_tensors_are_left():
 
 
 @pytest.fixture(autouse=True)
+def linear_layers_are_torchs():
+    """DeepSpeed's stage 3 replaces their function for the life of the process, also for what it cannot compute."""
+    functional = sys.modules.get("torch.nn.functional")
+    yield
+    if functional is not None:
+        functional.linear = sys.modules["torch"]._C._nn.linear
+
+
+@pytest.fixture(autouse=True)
 def no_process_group_is_left():
     """Lightning keeps a strategy's group for the life of the process, where the next test would be refused its own."""
     yield

@@ -335,7 +335,7 @@ class Numbered(BatchSampler):
 def test_a_batch_sampler_of_ones_own_is_warned_of():
     sampler = DistributedSampler(range(9), 2, 1, shuffle=False)
     loader = DataLoader(range(9), batch_sampler=Numbered(sampler, 2, False))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="each of 9 samples once, got Pairs, so that some may be evaluated twice"):
+    with pytest.warns(UserWarning, match="each of 9 samples once, got Numbered, so that some may be evaluated twice"):
         assert without_repeats(loader, stage("validating")) is loader
     with warnings.catch_warnings():
         warnings.simplefilter("error")
