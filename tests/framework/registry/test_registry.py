@@ -245,7 +245,7 @@ def test_options_of_register_make_the_value():
 
 def test_two_functions_of_one_name_are_refused_and_one_twice_is_not(colours):
     colours.register("red")(red)
-    message = r"colour names must be unique, got 'red' in .*red and in .*install; rename one"
+    message = r"colour names must be unique, got 'red' in .*red and in .*install_functions; rename one"
     with pytest.raises(DloError, match=message):
         colours.register("red")(install_functions)
 
