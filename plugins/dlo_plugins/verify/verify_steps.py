@@ -46,8 +46,8 @@ class VerifySteps(PluginCallback):
     (without compiled code), the loss, its gradients, and its part of weights, buffers and optimizer state.
 
     A check takes the time of two steps of one micro-batch, of copying the state of a rank three times, and of sums:
-    2.6 steps for a small ViT on a CPU. The copies are in memory of the CPU, or of the device, which needs room for one
-    copy of this rank's weights and optimizer state beside the activations of a step.
+    2.3 to 2.8 steps for small ViTs on a CPU. The copies are in memory of the CPU, or of the device, which needs room
+    for one copy of this rank's weights and optimizer state beside the activations of a step.
 
     Args:
         every: Number of optimizer steps between checks. The first step of a process is not checked: DDP arranges its

@@ -210,6 +210,7 @@ def test_a_difference_may_be_a_warning_and_hardware_is_the_cause_where_operation
     finally:
         torch.use_deterministic_algorithms(False)
     assert (verify.checked, verify.differed) == (2, 1)
+    assert Fault.calls == STEPS + 2 * verify.checked, "a check costs two steps"
 
 
 def test_a_step_that_cannot_be_repeated_is_refused() -> None:
