@@ -323,6 +323,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("sweep")
 
 
+@pytest.mark.slow
 def test_kills_of_workers_lose_and_double_no_trial(benchmark, tmp_path):
     found = benchmark.kill_workers(tmp_path / "sweep", 3, seed=1)
     assert found["kills"] == 3

@@ -96,13 +96,17 @@ def _trains(rank: int, world_size: int, names: list[str]) -> None:
             pipeline.drain()  # As at the end of a fit: a rank that ended would close its connection to one that sends.
 
 
-def test_weights_are_those_of_a_simulation_in_one_process() -> None:
-    run_distributed(_trains, 2, ["plain", "tied", "recomputed"], timeout=120)
-
-
-@pytest.mark.slow
-def test_weights_are_those_of_a_simulation_in_one_process_on_four_ranks() -> None:
-    run_distributed(_trains, 4, ["plain"], timeout=120)
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, ["tied"]),
+        pytest.param(2, ["plain", "recomputed"], marks=pytest.mark.slow),
+        pytest.param(4, ["plain"], marks=pytest.mark.slow),
+    ],
+)
+def test_weights_are_those_of_a_simulation_in_one_process(ranks: int, names: list[str]) -> None:
+    """Plain weights are in the ordinary suite on a mesh, in test_mesh_delayed_gradients."""
+    run_distributed(_trains, ranks, names, timeout=120)
 
 
 def _drains(rank: int, world_size: int) -> None:
