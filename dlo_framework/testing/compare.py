@@ -323,6 +323,9 @@ TENSOR_FACTOR, TENSOR_FACTOR_HALF = 10.0, 50.0
 #: Differences allowed in double precision, of numbers and of tensors: far above its rounding (1e-12), and far below the
 #: effect of any fault.
 RTOL_DOUBLE, TENSORS_DOUBLE = 1e-7, 1e-5
+#: Difference, in typical changes of an element by the run, up to which elements of no gradient are left out: Adam moves
+#: them as far as others, and in two runs at most in opposite directions.
+NOISE_STEPS = 8.0
 #: Number of spacings, at the size of the run's gradients, below which a gradient is zero up to rounding.
 ZERO_GRADIENT = 64.0
 
@@ -482,7 +485,8 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
     Args:
         one: Record of the one process.
         other: Record to compare.
-        noise: Masks of elements to leave out, by the weight's name.
+        noise: Masks of elements to leave out where their difference is one that rounding can make, by the weight's
+            name.
     """
     moved = _typical(one.moved, one.weights)
     found = {}
@@ -492,7 +496,8 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
             found[name] = math.inf
             continue
         scale = max(one.moved.get(name, 0.0), FLOOR * moved * mine.numel() ** 0.5, FLOOR * _norm_of(mine))
-        found[name] = _difference(mine, theirs, scale, noise.get(name))
+        step = max(moved, one.moved.get(name, 0.0) / max(1, mine.numel()) ** 0.5)
+        found[name] = _difference(mine, theirs, scale, noise.get(name), NOISE_STEPS * step)
     sizes = {name: _norm_of(value) for name, value in one.optimizer.items()}
     for key in dict.fromkeys(name.partition(" of ")[0] for name in one.optimizer):
         of_key = {name: value for name, value in one.optimizer.items() if name.startswith(f"{key} of ")}
@@ -501,7 +506,7 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
             scale = max(sizes[name], FLOOR * typical * mine.numel() ** 0.5)
             for held in (name, name + COPY):
                 if held in other.optimizer:
-                    found[held] = _difference(mine, other.optimizer[held], scale, None)
+                    found[held] = _difference(mine, other.optimizer[held], scale)
     return found
 
 
@@ -537,12 +542,13 @@ def without_gradient(one: Record, others: Sequence[Record]) -> dict[str, Tensor]
     return found
 
 
-def _difference(one: Tensor, other: Tensor, scale: float, leave_out: Tensor | None) -> float:
+def _difference(one: Tensor, other: Tensor, scale: float, leave_out: Tensor | None = None, most: float = 0.0) -> float:
+    """Returns a difference's 2-norm, relative to a scale, without elements to leave out of `most` or less."""
     if one.shape != other.shape:
         return math.inf
     error = one.double() - other.double()
     if leave_out is not None:
-        error = error.masked_fill(leave_out, 0.0)
+        error = error.masked_fill(leave_out & (error.abs() <= most), 0.0)
     size = _norm_of(error)
     return 0.0 if size == 0 else size / scale if scale and math.isfinite(size) else math.inf
 

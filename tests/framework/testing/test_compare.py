@@ -59,6 +59,8 @@ def test_elements_whose_gradient_is_rounding_in_every_run_are_left_out():
     moved = trained([1.0, 1e-14, 1e-14, 0.0], [1.0, 5.0, 1.0, 1.0])
     assert tensor_differences(one, moved, {})["bias"] == 4.0
     assert tensor_differences(one, moved, noise)["bias"] == 0.0
+    moved.weights["bias"][1] = 9.0
+    assert tensor_differences(one, moved, noise)["bias"] == 8.0, "no rounding moves one element 16 times as far"
     assert without_gradient(one, [Record()]) == {}, "nothing is known of the other"
 
 
