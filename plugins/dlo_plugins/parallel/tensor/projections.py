@@ -17,10 +17,13 @@ peft's (0.15 to 0.21): a wrapper with `base_layer`, `lora_A` and `lora_B`. Its f
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -74,6 +77,31 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
         f"projection '{name}' must be Linear, Conv2d of one group or Conv1D for tensor parallelism, got"
         f" {type(module).__name__}; remove it from the plan's tensor rules"
     )
+
+
+def check_row(name: str, module: nn.Module) -> None:
+    """Checks that a row projection computes what Linear does: ranks compute the product in place of its forward.
+
+    Raises:
+        DloError: It has a forward of its own, with another result.
+    """
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    if own and not _computes_product(module):
+        raise DloError(
+            f"row projection '{name}' must compute what nn.Linear does, got the forward of {type(module).__name__}; put"
+            " what it adds into a module around the projection, or remove it from the plan's tensor rules"
+        )
+
+
+def _computes_product(module: Any) -> bool:
+    """Returns whether a subclass of Linear computes its product, by a copy's; True where that cannot run."""
+    trial = copy.deepcopy(module).to_empty(device="cpu").float()
+    inputs = torch.linspace(-1, 1, 2 * module.in_features).view(2, -1)
+    with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError):  # Tensors without values, or more arguments.
+        for tensor in (*trial.parameters(), *trial.buffers()):
+            tensor.copy_(torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape))
+        return torch.allclose(trial(inputs), F.linear(inputs, trial.weight, trial.bias), rtol=1e-3)
+    return True
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from dlo_plugins.parallel.tensor.projections import (
     base_name,
     base_of,
     channel_count,
+    check_row,
     divide_adapters,
     is_channelwise,
     output_names,
@@ -139,6 +140,7 @@ def _divide_projection(found: TPPlan, modules: dict[str, nn.Module], name: str, 
     _check_plain(name, base, rule)
     inputs, size = getattr(base, kind.inputs), getattr(base, kind.outputs)
     if rule is Rule.ROW:
+        check_row(name, base)
         for key in weight_names(base):
             found.divide(f"{inner}.{key}", kind.in_dim, base.get_parameter(key).shape[kind.in_dim])
         divide_adapters(found, name, adapters, (inputs,), row=True)

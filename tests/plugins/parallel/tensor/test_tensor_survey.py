@@ -84,11 +84,18 @@ def test_the_fix_suits_the_whole_model() -> None:
         )
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Mlp(nn.Module):
-    def __init__(self, width: int = 8, *, norm: bool = False, inside: bool = False) -> None:
+    def __init__(
+        self, width: int = 8, *, norm: bool = False, inside: bool = False, last: type[nn.Linear] = nn.Linear
+    ) -> None:
         super().__init__()
         self.before = nn.LayerNorm(width) if inside else nn.Identity()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), last(4 * width, width)
         self.norm = nn.LayerNorm(4 * width) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,6 +126,8 @@ def test_rules_that_do_not_make_a_region_are_refused() -> None:
         DloError, match=r"'blocks.0.mlp.before' must be Linear, Conv2d of one group or Conv1D .* got LayerNorm"
     ):
         make_tp_plan(Net(inside=True), plan(before="column", down="row"), 2)
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.down' must compute what nn.Linear does, got .* Scaled"):
+        make_tp_plan(Net(last=Scaled), plan(up="column", down="row"), 2)
     with pytest.raises(DloError, match=r"with the rule 'vocab' must be an Embedding or a Linear, got LayerNorm"):
         make_tp_plan(Net(inside=True), plan(before="vocab"), 2)
     with pytest.raises(DloError, match=r"Mlp must have an attribute with the width of its heads .* 'blocks.0.mlp.up'"):
