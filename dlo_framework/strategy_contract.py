@@ -249,8 +249,10 @@ class ForeignStrategy(StrategyContract):
         return strategy
 
     def abilities(self) -> dict[type[Ability], Ability | str]:
-        """Returns the abilities of Lightning's strategies."""
-        abilities: dict[type[Ability], Ability | str] = {}
+        """Returns the abilities of Lightning's strategies, and those from whose classes a user's own derives."""
+        strategy: Any = self.strategy
+        kinds = [kind for kind in type(strategy).__mro__ if issubclass(kind, Ability) and kind is not Ability]
+        abilities: dict[type[Ability], Ability | str] = dict.fromkeys(kinds, strategy)
         if has_one_process(self.strategy):
             abilities[Replicas] = Replicas()
         if self.strategy.restore_checkpoint_after_setup and not isinstance(self.strategy, ModelParallelStrategy):

@@ -80,6 +80,14 @@ def test_an_ability_is_declared_or_refused_with_its_reason() -> None:
     assert contract_of(strategy).find_ability(Copies) is None
 
 
+def test_lightnings_strategy_that_derives_from_an_ability_has_it() -> None:
+    class Own(Copies, DDPStrategy):
+        pass
+
+    own = Own()
+    assert contract_of(own).ability(Copies) is own
+
+
 def test_an_ability_without_its_method_is_refused_when_the_strategy_is_made() -> None:
     class Forgetful(DDPStrategy, StepsInBackward):
         pass
