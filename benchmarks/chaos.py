@@ -3,12 +3,12 @@
     python benchmarks/chaos.py [--trials 50] [--first 0] [--runs "quick start" "tp 2"] [--faults KILL]
     [--folder runs/chaos]
 
-A shortened quick start on one process (compiled), and on two under zero3 and tensor parallelism, and a mixture of texts
-with a loading process, on one process and on two under zero3, meet a fault at a random time: KILL, TERM, INT and INT
-twice, a stopped process, a full disk; while they start, compile, train, validate, save and in their last second. A run
-is started with the same words, `--ckpt_path auto`, until it has finished. Its figures have to be those of the run that
-was left alone, to the last bit. What went wrong stays in the folder. A fault without effect, such as one after the end
-of the run, is counted apart, and another trial takes its place.
+A shortened quick start on one process (compiled), and on two under zero3, FSDP, DeepSpeed and tensor parallelism, and a
+mixture of texts with a loading process, on one process and on two under zero3, meet a fault at a random time: KILL,
+TERM, INT and INT twice, a stopped process, a full disk; while they start, compile, train, validate, save and in their
+last second. A run is started with the same words, `--ckpt_path auto`, until it has finished. Its figures have to be
+those of the run that was left alone, to the last bit. What went wrong stays in the folder. A fault without effect, such
+as one after the end of the run, is counted apart, and another trial takes its place.
 """
 
 from __future__ import annotations

@@ -27,11 +27,15 @@ from support.dlo_process import DloProcess
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.py")
 _ZERO3 = {"class_path": "ZeroStrategy", "init_args": {"stage": 3, "timeout_minutes": 0.5}}
+_FSDP = {"class_path": "FSDPStrategy", "init_args": {"timeout_minutes": 0.5}}
+_DEEPSPEED = {"class_path": "DeepSpeedBridge", "init_args": {"stage": 2, "timeout_minutes": 0.5}}
 _TP = {"class_path": "MeshStrategy", "init_args": {"tp": 2, "dp_shard": 1, "timeout_minutes": 0.5}}
 #: Config, strategy and number of ranks of each run.
 RUNS: dict[str, tuple[str, Any, int]] = {
     "quick start": ("quickstart", "auto", 1),
     "zero3 on 2 ranks": ("quickstart", _ZERO3, 2),
+    "fsdp on 2 ranks": ("quickstart", _FSDP, 2),
+    "DeepSpeed stage 2 on 2 ranks": ("quickstart", _DEEPSPEED, 2),
     "tp 2": ("quickstart", _TP, 2),
     "mixture": ("llm/mixture", "auto", 1),
     "mixture, zero3 on 2 ranks": ("llm/mixture", _ZERO3, 2),
