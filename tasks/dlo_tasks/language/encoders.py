@@ -115,26 +115,29 @@ def _find_isolation(model: PreTrainedModel) -> EncoderTraits:
     return EncoderTraits()
 
 
-def document_arguments(model: PreTrainedModel, position_ids: Tensor, traits: EncoderTraits) -> dict[str, Any]:
+def document_arguments(
+    model: PreTrainedModel, position_ids: Tensor, traits: EncoderTraits, *, masked: bool = True
+) -> dict[str, Any]:
     """Returns keyword arguments with which a model keeps the documents of packed rows apart.
 
     Args:
         model: Model that is called.
         position_ids: Positions, `[B, L]`; a document begins with each row, and wherever they do not increase by one.
         traits: Properties of the model.
+        masked: Whether they have a mask; else the positions alone.
     """
+    places = {} if traits.first_position is None else {"position_ids": position_ids + traits.first_position}
+    if not masked:
+        return places
     number = mark_document_starts(position_ids).cumsum(dim=1)
     same = number[:, None, :, None] == number[:, None, None, :]
     settings = text_settings(language_models.text_config(model.config))
     mask: Any = _in_form(same, traits.mask, model)
     if "sliding_attention" in settings.layer_types:  # transformers takes a mask of four dims unchanged, in all layers.
-        places = torch.arange(position_ids.shape[1], device=position_ids.device)
-        close = (places[:, None] - places[None]).abs() <= settings.sliding_window
+        columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+        close = (columns[:, None] - columns[None]).abs() <= settings.sliding_window
         mask = {"full_attention": mask, "sliding_attention": _in_form(same & close, traits.mask, model)}
-    found = {"attention_mask": mask}
-    if traits.first_position is not None:
-        found["position_ids"] = position_ids + traits.first_position
-    return found
+    return {"attention_mask": mask, **places}
 
 
 def _in_form(seen: Tensor, form: MaskForm | None, model: PreTrainedModel) -> Tensor:

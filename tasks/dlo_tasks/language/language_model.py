@@ -245,7 +245,8 @@ class LanguageModel(
             )
             language_plans.install_mixtures(model, self.experts, reads_weights=False)
             on_cpu = self._trainer is not None and self._root_device.type == "cpu"
-            sparse_attention.install(model, self.attention, torch.device("cpu") if on_cpu else None)
+            device = torch.device("cpu") if on_cpu else None
+            sparse_attention.install(model, self.attention, device, causal=self.kind == "causal")
             twin._balance = find_load_balancing(model)
             twin.model = self._adapted(model)
         twin._freeze_unused()
@@ -278,7 +279,7 @@ class LanguageModel(
         language_plans.install_mixtures(model, self.experts, reads_weights=reads_weights)
         self._prepare(model)
         device = torch.device("cpu") if self._trainer is None else self._root_device
-        kernel = sparse_attention.install(model, self.attention, device)
+        kernel = sparse_attention.install(model, self.attention, device, causal=self.kind == "causal")
         if self._trainer is not None and self.trainer.is_global_zero:
             data = run_datamodule(self._trainer)
             sparse_attention.log_kernel(model, self.attention, kernel, DataDescription(data).seq_len)

@@ -16,7 +16,7 @@ from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.models.attention import Attention
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task_abilities import Generates
-from dlo_tasks.language import batches, encoders
+from dlo_tasks.language import batches, encoders, sparse_attention
 from dlo_tasks.language.encoders import EncoderTraits, HeadStage
 from dlo_tasks.language.generation import max_positions, print_samples
 from dlo_tasks.language.language_model import LanguageModel
@@ -60,12 +60,11 @@ class MaskedLM(LanguageModel, Generates):
         self._traits = EncoderTraits("boolean")  # Until the model is built.
         self._fraction = MASK_FRACTION  # Of the last example batch's data.
         if isinstance(self.attention, Attention):
-            raise DloError(
-                "attention must name an implementation of transformers for MaskedLM, got a kernel or mask of dlo, which"
-                " are causal; set sdpa or eager, or remove it"
-            )
+            _check_attention(self.attention)
 
     def _probe(self, model: Any) -> EncoderTraits:
+        if sparse_attention.is_masked(model):  # A copy on the meta device: the model itself has its own attention yet.
+            model.set_attn_implementation("eager")
         return encoders.probe_encoder(model)
 
     def parallel_plan(self) -> ParallelPlan:
@@ -101,6 +100,7 @@ class MaskedLM(LanguageModel, Generates):
         """
         found = {"input_ids": batch["input_ids"]}
         positions = batch.get("position_ids")
+        is_masked = sparse_attention.is_masked(self.model)  # type: ignore[arg-type]
         if batch.get("attention_mask") is not None:
             found["attention_mask"] = batch["attention_mask"]
         elif positions is not None and _are_packed(positions):
@@ -109,8 +109,8 @@ class MaskedLM(LanguageModel, Generates):
                     f"data.init_args.packing must be none for {type(self.model).__name__}, which takes no mask of"
                     " documents, got packed rows, whose documents would attend to each other; set packing: none"
                 )
-            found |= encoders.document_arguments(self.model, positions, self._traits)  # type: ignore[arg-type]
-        return (), found
+            found |= encoders.document_arguments(self.model, positions, self._traits, masked=not is_masked)  # type: ignore[arg-type]
+        return (), found | sparse_attention.mask_arguments(batch) if is_masked else found
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Returns the hidden states before the head, `[B, L, D]`."""
@@ -164,3 +164,18 @@ class MaskedLM(LanguageModel, Generates):
 def _are_packed(position_ids: Tensor) -> bool:
     """Returns whether a row has several documents; of fake positions, which have no values, it may have."""
     return isinstance(position_ids, FakeTensor) or batches.count_documents(position_ids).number > len(position_ids)
+
+
+def _check_attention(attention: Attention) -> None:
+    """Checks a kernel or mask of dlo.
+
+    Raises:
+        DloError: It is for causal models, or for all heads of a rank.
+    """
+    if attention.kernel == "varlen":
+        raise DloError("attention.kernel must see both directions for MaskedLM, got varlen, which is causal; set auto")
+    if attention.mask is not None and attention.mask.different_layout_per_head:
+        raise DloError(
+            "attention.mask.different_layout_per_head must be false for MaskedLM, got true; remove it: all heads then"
+            " have one layout"
+        )

@@ -72,13 +72,16 @@ def is_masked(model: PreTrainedModel) -> bool:
     return bool(model.config._attn_implementation == NAME)
 
 
-def install(model: PreTrainedModel, option: Attention | str | None, device: torch.device | None) -> Kernel | None:
+def install(
+    model: PreTrainedModel, option: Attention | str | None, device: torch.device | None, *, causal: bool = True
+) -> Kernel | None:
     """Makes a model compute the mask of the option, and returns the kernel; None where it keeps its own attention.
 
     Args:
         model: Model; it may be on the meta device.
         option: Option of the task.
         device: Device of the run; None if the model will not run, so that no kernel is chosen.
+        causal: Whether tokens see earlier ones alone.
 
     Raises:
         DloError: If the model's attention cannot be replaced, or the kernel does not run on the device.
@@ -90,7 +93,7 @@ def install(model: PreTrainedModel, option: Attention | str | None, device: torc
     pattern = option.mask or DenseSparsity()
     positions = max_positions(model.config)
     longest = None if positions is None else min(positions, _LONGEST)
-    mask = AttentionMask(pattern, causal=True, num_heads=config.num_attention_heads, longest=longest)
+    mask = AttentionMask(pattern, causal=causal, num_heads=config.num_attention_heads, longest=longest)
     kernel = Kernel("blocks", "any kernel has its shapes")
     if device is not None:
         dtype = packed_attention.dtype_of(model, device)
@@ -102,10 +105,9 @@ def install(model: PreTrainedModel, option: Attention | str | None, device: torc
     _register()
     model.set_attn_implementation(NAME)
     for name in names:
-        _check_module(model, name)
-        module = model.get_submodule(name)
-        bind_mask(module, mask)
-        module.__dict__[_KERNEL] = kernel.name
+        for module in _modules_of(model, name):
+            bind_mask(module, mask)
+            module.__dict__[_KERNEL] = kernel.name
     if not names:
         raise DloError(
             f"attention.mask must have the names of the attention modules, got none from {type(model).__name__};"
@@ -266,24 +268,30 @@ def _check_config(model: PreTrainedModel, config: Any) -> None:
     settings = text_settings(config)
     window, layers = settings.sliding_window, sorted({*settings.layer_types} - {"full_attention"})
     if config.is_encoder_decoder:
-        raise DloError(f"attention.mask must be for a causal model, got the encoder-decoder {kind}; remove the mask")
+        raise DloError(
+            f"attention.mask must be for a model of one stack, got the encoder-decoder {kind}; remove the mask"
+        )
     if layers:
         raise DloError(
             f"attention.mask must be for layers of full attention, got {', '.join(layers)} in {kind}; set"
             " config.layer_types to full_attention for all layers, or remove the mask"
         )
-    if isinstance(window, int) and settings.use_sliding_window and window < (max_positions(model.config) or window + 1):
+    slides = settings.use_sliding_window and not settings.layer_types
+    if isinstance(window, int) and slides and window < (max_positions(model.config) or window + 1):
         raise DloError(
             f"attention.mask must be the only window, got config.sliding_window={window} of {kind} too; set"
             " config.sliding_window: null"
         )
 
 
-def _check_module(model: PreTrainedModel, name: str) -> None:
-    part: Any = model.get_submodule(name)
-    if attention_implementation(part) != NAME:
+def _modules_of(model: PreTrainedModel, name: str) -> list[nn.Module]:
+    """Returns the modules of an attention that use the interface: itself, or one inside, beside BERT's projection."""
+    part = model.get_submodule(name)
+    found = [module for module in part.modules() if attention_implementation(module) == NAME]
+    if not found:
         raise DloError(
             f"attention '{name}' of {type(model).__name__} must use transformers' AttentionInterface for"
             f" attention.mask, got {type(part).__name__}, which does not; choose a family that does: llama, qwen3,"
-            " gpt_neox..."
+            " gpt_neox, bert..."
         )
+    return found

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_tensors
+from dlo_framework.models.attention import Attention, BSLongformer, Prefix, SlidingWindow, VariableSparsity
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.batches import IGNORE_INDEX, FixedDraws
@@ -201,6 +202,13 @@ def test_what_does_not_fit_is_refused_before_it_trains(tokenizer: Path, tmp_path
         task.check(TextData())
     with pytest.raises(DloError, match=r"config\.is_decoder: false, or train it as a CausalLM"):
         MaskedLM(config=tiny("bert")).configure_model()
+    for attention, message in (
+        (Attention("varlen"), "got varlen, which is causal"),
+        (Attention(mask=VariableSparsity(different_layout_per_head=True)), "per_head must be false for MaskedLM"),
+        (Attention(mask=Prefix(4)), "for both directions in a model that is not causal, got Prefix"),
+    ):
+        with pytest.raises(DloError, match=message):
+            MaskedLM(config=tiny_masked("bert"), attention=attention).configure_model()
     with pytest.raises(DloError, match="random_fraction and unchanged_fraction must be at most 1 together"):
         MaskedTextData(random_fraction=0.6, unchanged_fraction=0.6)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
@@ -210,6 +218,34 @@ def test_what_does_not_fit_is_refused_before_it_trains(tokenizer: Path, tmp_path
     data = data_of(tokenizer, predict_files=str(tmp_path / "holes.txt"))
     with pytest.raises(DloError, match=r"mask token \[MASK\] in each text, got 'a dog'"):
         data.setup("predict")
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_a_sparse_mask_sees_what_its_pattern_says_in_both_directions(kind: str) -> None:
+    pattern = BSLongformer(block=4, num_sliding_window_blocks=3, global_block_indices=[0])
+    config = tiny_masked(kind) | ({"layer_types": ["full_attention"] * 4} if kind == "modernbert" else {})
+    sparse, plain = MaskedLM(config=config, attention=Attention("blocks", pattern)), MaskedLM(config=config)
+    for task in (sparse, plain):
+        task.configure_model()
+        task.eval()
+    plain.model.load_state_dict(sparse.model.state_dict())
+    places = torch.arange(32)
+    blocks = places // 4
+    seen = ((blocks[:, None] - blocks).abs() <= 1) | (blocks == 0) | (blocks[:, None] == 0)
+    packed = torch.cat([torch.arange(20), torch.arange(12)])[None]
+    padded = (places < 25).long()[None]
+    tokens = torch.randint(5, config["vocab_size"], (1, 32))
+    for batch, same in (
+        ({"position_ids": packed}, (places[:, None] < 20) == (places < 20)),
+        ({"attention_mask": padded}, (padded > 0).expand(32, 32)),
+    ):
+        found = sparse(**sparse.inputs({"input_ids": tokens, **batch})[1])
+        arguments = plain.inputs({"input_ids": tokens, **batch})[1]
+        full = (seen & same)[None, None]
+        own = arguments["attention_mask"]
+        arguments["attention_mask"] = dict.fromkeys(own, full) if isinstance(own, dict) else full
+        kept = padded[0] > 0 if "attention_mask" in batch else slice(None)
+        torch.testing.assert_close(found[0, kept], plain(**arguments)[0, kept], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -292,6 +328,9 @@ DATA = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "deepspeed_1", "de
 def test_every_strategy_learns_masked_tokens_as_one_process(kind: str) -> None:
     found = cases(DATA, kind=kind) + cases(("fsdp", "zero3", "pp"), kind=kind, recompute=True)
     found += cases(("fsdp", "zero3", "tp"), kind=kind, lora=4)
+    if kind == "bert":
+        sparse = Attention("blocks", SlidingWindow(8, block=4))
+        found += cases(("zero3", "fsdp", "tp", "pp"), kind=kind, attention=sparse)
     assert_parity(build, found, steps=2, rtol=1e-4)
 
 
