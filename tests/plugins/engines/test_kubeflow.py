@@ -7,14 +7,13 @@ import ssl
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-import configs
 from dlo_plugins.engines.kubeflow import TrainJobProgress
 from support.trainers import quiet_trainer
 
@@ -102,5 +101,5 @@ def test_a_controller_that_refuses_is_one_warning_and_elsewhere_nothing_is_sent(
 )
 def test_the_files_are_what_kubeflow_takes(name, model):
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    given = yaml.safe_load((resources.files(configs) / "clusters" / f"{name}.yml").read_text())
+    given = yaml.safe_load((Path(__file__).parents[3] / "configs" / "clusters" / f"{name}.yml").read_text())
     assert getattr(models, model).from_dict(given).to_dict() == given  # It drops what it does not know.
