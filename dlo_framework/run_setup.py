@@ -254,7 +254,7 @@ class LaunchedRanks:
         environment = os.environ
         if TorchElasticEnvironment.detect():
             name, ranks, per_node = "torchrun", int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
-        elif SLURMEnvironment.detect():
+        elif SLURMEnvironment.detect() and "SLURM_STEP_ID" in environment:  # A task of srun, not the job's script.
             name, ranks = "SLURM", int(environment["SLURM_NTASKS"])
             per_node = int(environment.get("SLURM_NTASKS_PER_NODE", "0"))
             if ranks > 1 and not per_node:
@@ -280,8 +280,8 @@ def fill_ranks(options: dict[str, Any]) -> None:
     Raises:
         DloError: See :meth:`LaunchedRanks.find`.
     """
-    launched = LaunchedRanks.find()
-    if launched is not None and options["devices"] in ("auto", -1, "-1"):
+    launched = LaunchedRanks.find() if options["devices"] in ("auto", -1, "-1") else None
+    if launched is not None:
         options |= {"devices": launched.per_node, "num_nodes": launched.nodes}
 
 
@@ -295,8 +295,8 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
         devices = [device for device in devices.split(",") if device.strip()]
     number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     nodes = int(options.get("num_nodes") or 1)
-    launched = LaunchedRanks.find()
-    if has_one_process(strategy) and launched is not None:
+    launched = LaunchedRanks.find() if has_one_process(strategy) else None
+    if launched is not None:
         raise DloError(
             f"trainer.devices x trainer.num_nodes must be the {launched.per_node * launched.nodes} processes that"
             f" {launched.launcher} has started, got {number} x {nodes}; set --trainer.devices auto"

@@ -198,7 +198,7 @@ def test_a_loss_scale_of_ones_own_keeps_its_settings(one_rank) -> None:
         ),
         (
             "SLURM",
-            {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"},
+            {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_ID": "0"},
             {"SLURM_NTASKS_PER_NODE": ""},
             "SLURM's tasks must be given per node, got --ntasks 8",
         ),
@@ -219,5 +219,7 @@ def test_processes_of_a_launcher_are_the_ranks_of_one_run(monkeypatch, launcher,
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     with pytest.raises(DloError, match=message):
         fill_ranks({"devices": "auto"})
-    monkeypatch.setenv("WORLD_SIZE" if launcher == "torchrun" else "SLURM_NTASKS", "1")
+    if launcher == "SLURM":  # In a job's script, outside of srun, a command is no task.
+        monkeypatch.delenv("SLURM_STEP_ID")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     check_ranks(SingleDeviceStrategy("cpu"), {"devices": 1})
