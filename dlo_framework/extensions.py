@@ -33,8 +33,8 @@ _PREFIX = "dlo_framework."
 def list_extensions() -> list[metadata.EntryPoint]:
     """Returns the entry points of all installed packages that extend dlo, other than plug-ins, by group and name.
 
-    These are commands and their options, checkpoint stores and formats, image models, predictions of memory, LR
-    suggestions and pipeline schedules. Nothing is imported.
+    These are commands and their options, engines, checkpoint stores and formats, image models, predictions of memory,
+    LR suggestions and pipeline schedules. Nothing is imported.
     """
     points = installed_points()
     groups = [

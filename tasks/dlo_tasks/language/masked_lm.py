@@ -170,7 +170,7 @@ def _check_attention(attention: Attention) -> None:
     """Checks a kernel or mask of dlo.
 
     Raises:
-        DloError: It is for causal models, or for all heads of a rank.
+        DloError: The kernel is causal, or each head has a layout of its own, which ranks of `tp` would not divide.
     """
     if attention.kernel == "varlen":
         raise DloError("attention.kernel must see both directions for MaskedLM, got varlen, which is causal; set auto")
