@@ -6,7 +6,8 @@
 A shortened quick start on one process (compiled), and on two under zero3, FSDP, DeepSpeed and tensor parallelism, and a
 mixture of texts with a loading process, on one process and on two under zero3, meet a fault at a random time: KILL,
 TERM, INT and INT twice, a stopped process, a full disk; while they start, compile, train, validate, save and in their
-last second. A run is started with the same words, `--ckpt_path auto`, until it has finished. Its figures have to be
+last second. The elastic run has three nodes of torchrun, of which one is lost and comes back; its figures may differ by
+rounding. A run is started with the same words, `--ckpt_path auto`, until it has finished. Its figures have to be
 those of the run that was left alone, to the last bit. What went wrong stays in the folder. A fault without effect, such
 as one after the end of the run, is counted apart, and another trial takes its place.
 """
@@ -20,7 +21,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from chaos_runs.trials import FAULTS, RUNS, Trial, carry_out, draw, left_alone
+from chaos_runs.trials import FAULTS, NODE, RUNS, Trial, carry_out, draw, left_alone
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
@@ -60,13 +61,13 @@ def main() -> int:
     record = Record.of(__file__, __doc__, options)
     by_run = Table("trials of each run and fault", "trials", ELAPSED)
     for run in options.runs:
-        for fault in FAULTS:
+        for fault in [*FAULTS, NODE]:
             chosen = [trial for trial in trials if (trial.run, trial.fault) == (run, fault)]
             if chosen:
                 by_run.add(f"{run}, {fault}", [float(sum(map(counts, chosen)))], ours=True, **columns(chosen))
     record.add(by_run)
     by_fault = Table("from a fault to the next step", "seconds", ELAPSED)
-    for fault in FAULTS:
+    for fault in [*FAULTS, NODE]:
         chosen = [trial for trial in trials if trial.fault == fault and counts(trial)]
         seconds = [trial.recovery for trial in chosen if trial.recovery is not None]
         if seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -249,10 +250,12 @@ class LaunchedRanks:
         """Returns the processes of torchrun, Ray Train or SLURM; None where this process starts its own ranks.
 
         Raises:
-            DloError: Nodes have different numbers of processes, or SLURM's tasks are not given per node.
+            DloError: Nodes have different numbers of processes, SLURM's tasks are not given per node, or torchrun's
+                nodes come and go while ranks meet in its store.
         """
         environment = os.environ
         if TorchElasticEnvironment.detect():
+            _check_store_of_nodes()
             name, ranks, per_node = "torchrun", int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
         elif SLURMEnvironment.detect() and "SLURM_STEP_ID" in environment:  # A task of srun, not the job's script.
             name, ranks = "SLURM", int(environment["SLURM_NTASKS"])
@@ -269,6 +272,24 @@ class LaunchedRanks:
                 " number on each"
             )
         return cls(name, per_node, ranks // per_node) if ranks > 1 else None
+
+
+def _check_store_of_nodes() -> None:
+    """Refuses torchrun's shared store where nodes come and go.
+
+    Its agents (torch 2.15) keep the address of the first store when rank 0 moves to another node, and a node that joins
+    counts restarts from 0, so that ranks would wait for each other until their time limit. The range of nodes is in the
+    agent's command line or environment alone.
+    """
+    given = "--nnodes\0" + os.environ.get("PET_NNODES", "")
+    with contextlib.suppress(OSError):  # Only Linux has the file.
+        given = Path(f"/proc/{os.getppid()}/cmdline").read_text() + given
+    nodes = re.search(r"--nnodes[=\0](\d+):(\d+)", given)
+    if nodes is not None and nodes[1] != nodes[2] and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise DloError(
+            f"torchrun's nodes must be a fixed number while it shares its store with the ranks, got --nnodes"
+            f" {nodes[1]}:{nodes[2]}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
+        )
 
 
 def fill_ranks(options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -18,11 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.dlo_process import DloProcess
+from support.launchers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.py")
@@ -30,17 +33,24 @@ _ZERO3 = {"class_path": "ZeroStrategy", "init_args": {"stage": 3, "timeout_minut
 _FSDP = {"class_path": "FSDPStrategy", "init_args": {"timeout_minutes": 0.5}}
 _DEEPSPEED = {"class_path": "DeepSpeedBridge", "init_args": {"stage": 2, "timeout_minutes": 0.5}}
 _TP = {"class_path": "MeshStrategy", "init_args": {"tp": 2, "dp_shard": 1, "timeout_minutes": 0.5}}
-#: Config, strategy and number of ranks of each run.
+#: Run on one to three nodes.
+ELASTIC = "zero3, elastic"
+#: Config, strategy and number of ranks of each run; of one on nodes that come and go, the most.
 RUNS: dict[str, tuple[str, Any, int]] = {
     "quick start": ("quickstart", "auto", 1),
     "zero3 on 2 ranks": ("quickstart", _ZERO3, 2),
     "fsdp on 2 ranks": ("quickstart", _FSDP, 2),
     "DeepSpeed stage 2 on 2 ranks": ("quickstart", _DEEPSPEED, 2),
     "tp 2": ("quickstart", _TP, 2),
+    ELASTIC: ("quickstart", _ZERO3, 3),
     "mixture": ("llm/mixture", "auto", 1),
     "mixture, zero3 on 2 ranks": ("llm/mixture", _ZERO3, 2),
 }
 FAULTS = ("KILL", "TERM", "INT", "INT twice", "STOP", "full disk")
+#: The only fault of an elastic run: a node is lost, with all that runs on it, and comes back.
+NODE = "node"
+#: Relative difference of a loss between numbers of ranks, whose sums are rounded in other orders.
+ROUNDING = 1e-3
 PLACES = ("start", "compile", "step", "validation", "save", "end")
 #: Seconds after a fault until a run that has not ended counts as hung; beside them a run may finish.
 HUNG = 180.0
@@ -83,6 +93,8 @@ def draw(number: int, seed: int, runs: list[str], faults: Sequence[str] = FAULTS
     rng = random.Random(f"{seed} {number}")
     run = runs[number % len(runs)]
     fault, place = faults[number // len(runs) % len(faults)], rng.choice(PLACES)
+    if run == ELASTIC:  # torchrun waits minutes for a node that is lost after its ranks have ended.
+        fault, place = NODE, rng.choice(PLACES[:-1])
     longest = {"start": 8.0, "compile": 1.0, "step": 2.0, "validation": 0.5, "save": 0.3, "end": 0.6}[place]
     return Trial(run, fault, place, round(rng.uniform(0.0, longest), 3))
 
@@ -127,29 +139,27 @@ class Runner:
         config["trainer"] |= {**own, "callbacks": callbacks, "max_epochs": epochs, "enable_model_summary": False}
         shorten = {"quickstart": _shorten_quick_start, "llm/mixture": _shorten_mixture}[name]
         shorten(config)
+        self.nodes = devices if run == ELASTIC else 0
+        if self.nodes:
+            config["trainer"]["devices"] = "auto"
+            config["data"]["init_args"]["batch_size"] = 48  # Divisible by each number of ranks.
         (folder / "chaos.yaml").write_text(yaml.safe_dump(config))
         self.tmpfs = False
 
-    def start(self) -> subprocess.Popen[bytes] | DloProcess:
+    def start(self) -> Process:
         """Starts the run, or goes on with it."""
         words = ["fit", "--config", "chaos.yaml", "--ckpt_path", "auto", "--run.stop_grace", "30"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PL_"))}
         environment |= {"CHAOS_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        if self.nodes:
+            return Nodes(words, self.folder, environment, self.nodes)
         if self.warm:
             process = DloProcess(words, self.folder, environment)
             for stream in (process.stdout, process.stderr):
                 threading.Thread(target=self._keep, args=(stream,), daemon=True).start()
             return process
-        with open(self.folder / "output", "ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "dlo_framework", *words],
-                cwd=self.folder,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return _start(["-m", "dlo_framework", *words], self.folder, environment)
 
     def _keep(self, stream: IO[str]) -> None:
         with open(self.folder / "output", "a") as output, stream:
@@ -161,8 +171,10 @@ class Runner:
         """Returns the ranks' processes, of all starts."""
         return [int(place.split("-")[2]) for _, place, _ in self.lines() if place.startswith("pid-")]
 
-    def kill(self, process: subprocess.Popen[bytes] | DloProcess) -> None:
+    def kill(self, process: Process) -> None:
         """Leaves nothing of a start."""
+        if isinstance(process, Nodes):
+            process.end()
         for pid in {process.pid, *self.ranks()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -188,6 +200,89 @@ class Runner:
         if found.get("status") != "finished":
             return None
         return {key: found.get(key) for key in ("metrics", "best_metric", "steps", "epochs")}
+
+
+class Nodes:
+    """torchrun on several nodes, all on this host: one rank each. The first, where all meet, is never lost.
+
+    It has the methods of ``subprocess.Popen`` that trials use, which are of the first node's torchrun.
+
+    Args:
+        words: Arguments after ``dlo``.
+        folder: Working directory.
+        environment: Environment variables.
+        number: Number of nodes.
+    """
+
+    def __init__(self, words: list[str], folder: Path, environment: dict[str, str], number: int) -> None:
+        self._words, self._folder = words, folder
+        self._environment = environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._number, self._port, self._ended = number, free_port(), threading.Event()
+        self._torchruns = [self._start(node) for node in range(number)]
+
+    def _start(self, node: int) -> subprocess.Popen[bytes]:
+        words = ["-m", "torch.distributed.run", f"--nnodes=1:{self._number}", "--nproc-per-node=1", "--max-restarts=9"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--local-addr=127.0.0.1"]
+        words += [f"--rdzv-conf=is_host={str(node == 0).lower()},last_call_timeout=5,keep_alive_interval=1"]
+        return _start([*words, "-m", "dlo_framework", *self._words], self._folder, self._environment)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._torchruns[0].pid
+
+    def poll(self) -> int | None:
+        """Returns the exit code; None while it runs."""
+        return self._torchruns[0].poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the run, and leaves no node behind."""
+        code = self._torchruns[0].wait(timeout)
+        self.end()
+        return code
+
+    def lose(self, node: int, seconds: float) -> None:
+        """Kills a node with all that runs on it, which comes back after some seconds."""
+        _kill_tree(self._torchruns[node])
+
+        def come_back() -> None:
+            if not self._ended.wait(seconds):
+                self._torchruns[node] = self._start(node)
+
+        threading.Thread(target=come_back, daemon=True).start()
+
+    def end(self) -> None:
+        """Kills what still runs."""
+        self._ended.set()
+        for torchrun in self._torchruns:
+            _kill_tree(torchrun)
+
+
+#: Run that has been started.
+Process = subprocess.Popen[bytes] | DloProcess | Nodes
+
+
+def _start(words: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Starts Python in a session of its own; what it prints is in the folder's file ``output``."""
+    with open(folder / "output", "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and all that it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(process.pid)
+        for each in [tree, *tree.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
 
 
 def left_alone(folder: Path, run: str, epochs: int, warm: bool = False, seconds: float = 600) -> dict[str, Any]:
@@ -223,12 +318,16 @@ def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any],
             if runner.result() is not None:
                 break
         after = resumed or fault
+        if runner.nodes and fault is not None:  # Ranks that are left may end their step.
+            after = min(
+                (at for at, place, _ in runner.lines() if place.startswith("pid-") and at > fault), default=fault
+            )
         steps = [at for at, place, _ in runner.lines() if place == "step" and after is not None and at > after]
         trial.recovery = steps[0] - fault if steps and fault is not None else None
         found = runner.result()
         # A process that was stopped and goes on by itself is a trial all the same.
-        trial.no_effect = fault is None or (trial.fault != "STOP" and trial.codes[:1] == [0])
-        if found != expected:
+        trial.no_effect = fault is None or (trial.fault not in ("STOP", NODE) and trial.codes[:1] == [0])
+        if found != expected and not (runner.nodes and _agree(found, expected)):
             trial.lost = f"{found} for {expected}"
     finally:
         if full is not None:
@@ -238,9 +337,15 @@ def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any],
     return trial
 
 
-def _bring_about(
-    trial: Trial, runner: Runner, process: subprocess.Popen[bytes] | DloProcess, disk: _Disk | None
-) -> float | None:
+def _agree(found: Any, expected: Any) -> bool:
+    """Returns whether two results differ by rounding alone."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_agree(found[key], expected[key]) for key in found)
+    is_float = isinstance(found, float) and isinstance(expected, float)
+    return math.isclose(found, expected, rel_tol=ROUNDING) if is_float else found == expected
+
+
+def _bring_about(trial: Trial, runner: Runner, process: Process, disk: _Disk | None) -> float | None:
     """Waits for the place, and does what the trial says; returns when, or None where the run had ended before."""
     wanted = {"compile": "batch", "start": ""}.get(trial.place, trial.place)
     after = random.Random(trial.delay).randint(1, 40) if trial.place == "step" else 1
@@ -257,6 +362,8 @@ def _bring_about(
     if trial.fault == "full disk":
         assert disk is not None
         disk.fill([process.pid, *ranks])
+    elif isinstance(process, Nodes):
+        process.lose(*random.Random(trial.delay).choice([(1, 2.0), (2, 2.0), (1, 20.0), (2, 20.0)]))
     elif trial.fault == "STOP":
         os.kill(target, signal.SIGSTOP)
         # A single process that is stopped nobody can miss; nor does anybody before the ranks watch each other.

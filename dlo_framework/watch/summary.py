@@ -87,9 +87,9 @@ class RunRecord(PluginCallback):
 
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
     ``summary.json`` holds metrics, steps, samples, seconds, samples/s, the median step time, peak memory, strategy,
-    world size, versions, communication of a step and the best checkpoint's path, and what callbacks add
-    (:class:`RunFacts`). A number that is NaN or infinite is null. It is also written for
-    an interrupted run, with that status.
+    world size (with the step of each change), versions, communication of a step and the best checkpoint's path, and
+    what callbacks add (:class:`RunFacts`). A number that is NaN or infinite is null. It is also written for an
+    interrupted run, with that status.
 
     Args:
         folder: Folder of the run.
@@ -109,6 +109,7 @@ class RunRecord(PluginCallback):
         self.state, self.traffic = state, traffic
         self._began = time.perf_counter()
         self._before = 0.0  # seconds of the runs that this run resumes
+        self._world_sizes: list[list[int]] = []  # each as the step from which on it holds, and the ranks
         self._place = ""  # path of the folder, without links
         self._goes_on_from: Path | None = None
         self._metrics: dict[str, Any] = {}  # of the run that this run resumes
@@ -120,12 +121,13 @@ class RunRecord(PluginCallback):
         return self._before + time.perf_counter() - self._began
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the seconds, for a resumed run to continue."""
-        return {"seconds": self.seconds}
+        """Returns the seconds and the numbers of ranks, for a resumed run to continue."""
+        return {"seconds": self.seconds, "world_sizes": self._world_sizes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the seconds of the run that is resumed."""
+        """Restores the seconds and the numbers of ranks of the run that is resumed."""
         self._before = state_dict["seconds"]
+        self._world_sizes = state_dict.get("world_sizes", [])  # Older checkpoints have none.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the run's folder: other callbacks save paths in it, and the folder may be moved."""
@@ -161,8 +163,12 @@ class RunRecord(PluginCallback):
                 logger.log_hyperparams(options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the run's clock, and records a resumption, now that the run has loaded its state."""
+        """Starts the run's clock, and records a resumption and its ranks, now that the run has loaded its state."""
         self._began, self._trains = time.perf_counter(), True
+        earlier = [entry for entry in self._world_sizes if entry[0] < trainer.global_step]
+        if not earlier or earlier[-1][1] != trainer.world_size:
+            earlier.append([trainer.global_step, trainer.world_size])
+        self._world_sizes = earlier
         path, self._goes_on_from = self._goes_on_from, None
         if path is not None and trainer.is_global_zero:
             note_resumption(path)
@@ -242,6 +248,7 @@ class RunRecord(PluginCallback):
             "accelerator": type(trainer.accelerator).__name__,
             "precision": str(trainer.precision),
             "world_size": trainer.world_size,
+            "world_sizes": [{"from_step": step, "ranks": ranks} for step, ranks in self._world_sizes],
             "versions": versions(),
         }
 
@@ -274,7 +281,8 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     rows["peak memory"] = format_bytes(summary["peak_memory_bytes"])
     if summary["state_bytes"]:
         rows |= _state_rows(summary["state_bytes"])
-    rows["strategy"] = f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
+    sizes = ", then ".join(str(entry["ranks"]) for entry in summary["world_sizes"])
+    rows["strategy"] = f"{summary['strategy']} on {sizes} rank(s), {summary['precision']}"
     folder = runs.shown(folder)
     rows["run folder"] = str(folder)
     if summary["best_checkpoint"]:

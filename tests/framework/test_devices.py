@@ -223,3 +223,15 @@ def test_processes_of_a_launcher_are_the_ranks_of_one_run(monkeypatch, launcher,
         monkeypatch.delenv("SLURM_STEP_ID")
     monkeypatch.setenv("WORLD_SIZE", "1")
     check_ranks(SingleDeviceStrategy("cpu"), {"devices": 1})
+
+
+def test_nodes_that_come_and_go_need_a_store_of_their_own(monkeypatch):
+    launched = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "PET_NNODES": "1:4"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    fill_ranks({"devices": "auto"})
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(DloError, match="got --nnodes 1:4; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        fill_ranks({"devices": "auto"})
+    monkeypatch.setenv("PET_NNODES", "4:4")
+    fill_ranks({"devices": "auto"})

@@ -1,11 +1,13 @@
-"""torchrun across two hosts, rehearsed: two network namespaces of this machine, joined by a pair of virtual cards.
+"""torchrun across hosts, rehearsed: network namespaces of this machine, joined by virtual cards and a bridge.
 
-Each has its own loopback, addresses and ports, so that whatever takes the other for itself fails as it would there.
-Needs root and `ip`.
+Each has its own loopback, addresses and ports, so that whatever takes another for itself fails as it would there. Needs
+root and `ip`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,7 +20,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlo_framework import DloError
+from dlo_framework.checkpoint import load
 from framework.distributed import test_failures as failures
 from support.launchers import wait_until
 
@@ -35,22 +40,29 @@ SILENCE = 12.0
 
 
 class Host:
-    """One of two namespaces."""
+    """One of the namespaces; ``meeting`` is the host whose torchrun has the store in which all meet."""
 
-    def __init__(self, number: int, name: str) -> None:
-        self.number, self.name, self.address = number, name, f"10.77.0.{number + 1}"
+    meeting = 0
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, f"dlo{os.getpid()}-{number}"
+        self.address = f"10.77.0.{number + 1}"
 
     def run(self, *words: str) -> None:
         subprocess.run(["ip", "-n", self.name, *words], check=True, capture_output=True, text=True)
 
-    def start(self, folder: Path, ranks: int, config: str, *words: str, restarts: int = 0) -> subprocess.Popen:
-        """Starts torchrun with this host's ranks of a `dlo fit`."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={ranks}"]
-        launcher += [f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}"]
-        launcher += ["--rdzv-id=two-hosts", f"--rdzv-conf=is_host={'true' if self.number == 0 else 'false'}"]
+    def start(
+        self, folder: Path, ranks: int, config: str, *words: str, nodes: str = "2", restarts: int = 0, more: str = ""
+    ) -> subprocess.Popen:
+        """Starts torchrun with this host's ranks of a `dlo fit`; ``more`` are options of its rendezvous."""
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
+        launcher += [f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
+        launcher += [f"--rdzv-endpoint=10.77.0.{self.meeting + 1}:{PORT}", "--rdzv-id=hosts"]
+        launcher += [f"--rdzv-conf=is_host={str(self.number == self.meeting).lower()}{more}"]
         launcher += [f"--local-addr={self.address}", "-m", "dlo_framework", "fit", "--config", config, *words]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST"))}
         environment |= {"GLOO_SOCKET_IFNAME": CARD, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if ":" in nodes else {}
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, *launcher],
             cwd=folder,
@@ -60,28 +72,43 @@ class Host:
             start_new_session=True,
         )
 
+    def processes(self) -> list[int]:
+        left = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in left.stdout.split()]
+
+    def kill(self) -> None:
+        """Kills all that runs on this host."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def joined(number: int) -> Iterator[list[Host]]:
+    """Makes so many hosts, and a bridge in the namespace of one more."""
+    *hosts, switch = made = [Host(each) for each in range(number + 1)]
+    try:
+        for host in made:
+            subprocess.run(["ip", "netns", "add", host.name], check=True, capture_output=True)
+        switch.run("link", "add", "bridge", "type", "bridge")
+        switch.run("link", "set", "bridge", "up")
+        for host in hosts:
+            port = f"port{host.number}"
+            host.run("link", "add", CARD, "type", "veth", "peer", "name", port, "netns", switch.name)
+            host.run("addr", "add", f"{host.address}/24", "dev", CARD)
+            host.run("link", "set", CARD, "up")
+            host.run("link", "set", "lo", "up")
+            switch.run("link", "set", port, "master", "bridge", "up")
+        yield hosts
+    finally:
+        for host in made:
+            host.kill()
+            subprocess.run(["ip", "netns", "del", host.name], check=True, capture_output=True)
+
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    pair = [Host(number, f"dlo{os.getpid()}{'ab'[number]}") for number in range(2)]
-    made = []
-    try:
-        for host in pair:
-            subprocess.run(["ip", "netns", "add", host.name], check=True, capture_output=True)
-            made.append(host)
-        first, second = pair
-        first.run("link", "add", CARD, "type", "veth", "peer", "name", CARD, "netns", second.name)
-        for host in pair:
-            host.run("addr", "add", f"{host.address}/24", "dev", CARD)
-            host.run("link", "set", "lo", "up")
-            host.run("link", "set", CARD, "up")
+    with joined(2) as pair:
         yield pair
-    finally:
-        for host in made:
-            left = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=False)
-            for pid in left.stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", host.name], check=True, capture_output=True)
 
 
 def write_config(folder: Path, strategy: str, ranks: int, minutes: float = 30, **parts: str) -> str:
@@ -150,3 +177,56 @@ def test_a_run_is_brought_back_on_both_hosts_after_one_s_rank_was_killed(dlo, ho
     found, expected = failures.weights(runs[-1]), failures.weights(dlo.folder / "runs" / "whole" / "version_0")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def newest_curve(run: Path) -> dict[int, float]:
+    """Returns the loss of each step; of one that other ranks have repeated, the last."""
+    found: dict[int, float] = {}
+    for file in sorted(run.glob("events.*")):
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        found |= {event.step: event.value for event in events.Scalars("train/loss")}
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ZeroStrategy, init_args: {stage: 3,", "MeshStrategy, init_args: {dp_shard: -1,"])
+def test_a_run_goes_on_with_the_hosts_that_are_there(dlo, monkeypatch, strategy):
+    """Two of three hosts are killed, rank 0's among them, and one comes back: rank 0 moves to another host and back.
+
+    The curve is that of runs which had as many ranks for the same steps.
+    """
+    path = failures.config(dlo.folder, "zero3", model="{pause: 0.2}", data="{batch_size: 12}")
+    config = (dlo.folder / path).read_text().replace("  devices: 2\n", "  devices: auto\n")
+    config = config.replace("ZeroStrategy, init_args: {stage: 3,", strategy)
+    (dlo.folder / path).write_text(config.replace("max_epochs: 2", "max_epochs: 40"))
+    words = ("--run.name", "elastic", "--ckpt_path", "auto")
+    options = {"nodes": "1:3", "restarts": 5, "more": ",last_call_timeout=5,keep_alive_interval=1"}
+    run = dlo.folder / "runs" / "elastic" / "version_0"
+
+    def has_saved_on(ranks: int) -> bool:
+        with contextlib.suppress(OSError, DloError):  # It may be replaced meanwhile.
+            return load(run / "checkpoints" / "last.ckpt")["callbacks"]["RunRecord"]["world_sizes"][-1][1] == ranks
+        return False
+
+    with joined(3) as hosts:
+        monkeypatch.setattr(Host, "meeting", 1)
+        agents = [host.start(dlo.folder, 1, path, *words, **options) for host in hosts]
+        said = (dlo.folder / "err1").read_text
+        wait_until(lambda: has_saved_on(3), said=said)
+        for number in (0, 2):
+            hosts[number].kill()
+        wait_until(lambda: has_saved_on(1), said=said)
+        agents[0] = hosts[0].start(dlo.folder, 1, path, *words, **options)
+        for code, err in ended(agents[:2], dlo.folder, 400):
+            assert code == 0, err[-4000:]
+    summary = json.loads((run / "summary.json").read_text())
+    sizes = summary["world_sizes"]
+    assert [entry["ranks"] for entry in sizes] == [3, 1, 2]
+    assert summary["steps"] == 200
+    ends = [entry["from_step"] for entry in sizes[1:]] + [200]
+    for entry, last in zip(sizes, ends, strict=True):
+        steps = ("--trainer.max_steps", str(last), "--trainer.devices", str(entry["ranks"]))
+        start = ("--ckpt_path", "last") if entry["from_step"] else ()
+        dlo("fit", "--config", path, "--run.name", "planned", *steps, *start)
+    expected = newest_curve(dlo.folder / "runs" / "planned" / "version_0")
+    assert len(expected) == 200
+    assert newest_curve(run) == expected
