@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +24,8 @@ from hypothesis import settings
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlo_framework.testing.spawn import PRELOADED_PACKAGES
 from support.dlo_process import DloProcess
+from support.rank_server import fork_server
 
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))
@@ -116,21 +118,27 @@ LATE_IMPORTS = {
 }
 
 
+#: Filters of warnings that imports add, which pytest takes away after the collection.
+FILTERS: list[Any] = []
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Collects no garbage while tests and what they import are loaded, a fifth of that time: all of it stays."""
     gc.disable()
+    before = warnings.filters[:]
     try:
         return (yield)
     finally:
         gc.enable()
+        FILTERS[:] = [each for each in warnings.filters if each not in before]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps what has been imported, some millions of objects, out of every collection of garbage from here on.
 
-    What runs import late is imported first: each rank and each `dlo` that is forked from the server with this process's
-    imports would import it for itself, DeepSpeed for two seconds.
+    What runs import late is imported first: each rank and each `dlo` that is forked from this process would import it
+    for itself, DeepSpeed for two seconds.
     """
     if "torch" in sys.modules and not sys.modules["torch"].accelerator.is_available():  # Else processes are spawned.
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for devices where it is not told, and warns.
@@ -138,12 +146,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             for name in late if module in sys.modules else ():
                 importlib.import_module(name)
         del os.environ["DS_ACCELERATOR"]
-        PRELOADED_PACKAGES.add("deepspeed")
     if "lightning.pytorch" in sys.modules:
         importlib.import_module("support.entry_points")
-        PRELOADED_PACKAGES.add("support")
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Forks the server of ranks, while no test has changed this process."""
+    torch = sys.modules.get("torch")
+    if sys.platform == "linux" and "lightning.pytorch" in sys.modules and not torch.accelerator.is_available():
+        fork_server(FILTERS)
 
 
 @pytest.fixture(scope="module", autouse=True)
