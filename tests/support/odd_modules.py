@@ -117,8 +117,8 @@ class Odd(Task):
         tops = dict.fromkeys(name.partition(".")[0] for name, _ in tensors)
         return ParallelPlan(
             blocks=("blocks.*",),
-            stem=tuple(name for name in tops if name not in ("blocks", "head", "domain")),
-            head=tuple(name for name in tops if name in ("head", "domain")),
+            stem=tuple(name for name in tops if name not in ("blocks", "head")),
+            head=("head",),
             tensor=dict(zip((f"blocks.*.{name}" for name in self.rules), ("column", "row"), strict=True)),
             tied=tied_groups(self.model),
         )
@@ -137,15 +137,12 @@ class Manual(Odd):
         """Does nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizers = self.optimizers()
-        every: Any = optimizers if isinstance(optimizers, list) else [optimizers]
-        for optimizer in every:
-            optimizer.zero_grad()
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
         loss = self.loss(self(batch[0]), batch)
         self.manual_backward(loss)
         self.before()
-        for optimizer in every:
-            optimizer.step()
+        optimizer.step()
         return {"loss": loss.detach()}
 
 
@@ -224,10 +221,6 @@ def lerped(self: Any, x: Tensor) -> Tensor:
     return Block.forward(self, x) / self.average.clone()
 
 
-def standardised(self: Any, x: Tensor, weight: Tensor) -> Tensor:
-    return x + self.fc2(F.gelu(F.linear(self.norm(x), weight, self.fc1.bias)))
-
-
 def branched(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     return Block.forward(self, x) + (self.other(x) if self.calls % 2 else 0 * self.other(x))
@@ -254,11 +247,6 @@ def with_stem(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return self.head(self.body(stem)), stem
 
 
-def reversed_for_a_head(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = self.body(self.stem(x))
-    return self.head(x), self.domain(2 * x.detach() - x)
-
-
 def initialised(self: Any, x: Tensor) -> Tensor:
     if self.training and not self.done:
         self.done = True
@@ -267,27 +255,9 @@ def initialised(self: Any, x: Tensor) -> Tensor:
     return Block.forward(self, x * self.gain)
 
 
-def counted(self: Any, hidden: Tensor) -> Tensor:
-    self.calls += 1
-    return F.gelu(hidden) / self.calls.sqrt()
-
-
 def reassigned(self: Any, hidden: Tensor) -> Tensor:
     self.scale = self.scale * 0.95
     return F.gelu(hidden) * self.scale
-
-
-def slope_hooked(self: Any, hidden: Tensor) -> Tensor:
-    if hidden.requires_grad:
-        hidden.register_hook(lambda grad: 0.5 * grad)
-    return F.gelu(hidden)
-
-
-class Domains(Odd):
-    net = net(reversed_for_a_head, lambda self: put(self, domain=nn.Linear(WIDTH, CLASSES)))
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return F.cross_entropy(outputs[0], batch[1]) + 0.3 * F.cross_entropy(outputs[1], batch[1])
 
 
 class GradientPenalty(Odd):
@@ -306,13 +276,6 @@ class TwoGroups(Odd):
         groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "lr": 0.01}]
         optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-3)
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 1 / (1 + s), lambda s: 1.0])]
-
-
-class TwoOptimizers(Manual):
-    def configure_optimizers(self) -> Any:
-        model: Any = self.model
-        ends = torch.optim.SGD([*model.stem.parameters(), *model.head.parameters()], lr=0.1)
-        return [torch.optim.AdamW(model.blocks.parameters(), lr=0.02, eps=1e-3), ends]
 
 
 class Adversarial(Manual):
@@ -373,16 +336,6 @@ class MomentumEncoder(Odd):
         hidden = model.body(model.stem(batch[0]))
         outputs, target = model.head(hidden), model.slow(hidden.detach())
         return {"loss": self.loss(outputs, batch) + 0.1 * F.mse_loss(outputs, target)}
-
-
-class AverageOfWeights(Odd):
-    strategies = STEPS
-    net = net(more=lambda self: self.register_buffer("average", torch.zeros(WIDTH)))
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        model: Any = self.model
-        bias = model.blocks[0].norm.bias.detach()
-        model.average.lerp_(bias.full_tensor() if hasattr(bias, "full_tensor") else bias, 0.5)
 
 
 class NormBetweenSteps(Odd):
@@ -460,21 +413,6 @@ class HeldWeights(Odd):
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return super().loss(outputs, batch) + 0.1 * sum(one.square().sum() for one in self.penalised)
-
-
-#: Weights that :class:`GlobalWeights` keeps.
-PENALISED: list[Tensor] = []
-
-
-class GlobalWeights(HeldWeights):
-    """Keeps weights in a global."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        PENALISED[:] = self.__dict__.pop("penalised")
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return Odd.loss(self, outputs, batch) + 0.1 * sum(one.square().sum() for one in PENALISED)
 
 
 class InOptimizerStep(Odd):
@@ -560,7 +498,6 @@ MODULES: dict[str, type[Odd]] = {
         net=net(lambda s, x: Net.forward(s, x) + F.linear(s.body(s.stem(x)), s.stem.weight.t())[:, :CLASSES])
     ),
     "tied blocks": odd(change=lambda s, net: put(net.blocks[2].fc1, weight=net.blocks[0].fc1.weight)),
-    "tied norms": odd(change=lambda s, net: [put(one.norm, weight=net.blocks[0].norm.weight) for one in net.blocks]),
     "one norm object": odd(change=lambda s, net: [put(one, norm=net.blocks[0].norm) for one in net.blocks]),
     "one batch norm object": odd(
         block=block(more=lambda s: put(s, norm=nn.BatchNorm1d(WIDTH))),
@@ -573,7 +510,6 @@ MODULES: dict[str, type[Odd]] = {
         block=block(lambda s, x: x + F.linear(F.gelu(s.fc1(s.norm(x))), s.fc1.weight.t(), s.fc2.bias)),
         change=each(lambda one: one.fc2.weight.requires_grad_(False)),
     ),
-    "called twice": odd(block=block(lambda s, x: Block.forward(s, 0.5 * Block.forward(s, x)))),
     "recurrent depth": odd(net=net(lambda s, x: s.head(0.5 * s.body(0.5 * s.body(s.stem(x)))))),
     "forward without hooks": odd(
         net=net(lambda s, x: s.head(s.body(s.stem(x), run=lambda one, x: one.forward(x)))), strategies=STEPS
@@ -581,14 +517,9 @@ MODULES: dict[str, type[Odd]] = {
     "out of order": odd(net=net(lambda s, x: s.head(s.body(s.stem(x), (2, 0, 3, 1))))),
     "stem at the end": odd(net=net(lambda s, x: s.head(s.body(s.stem(x)) + s.stem(x)))),
     # Buffers.
-    "counting buffer": odd(
-        block=block(act=counted, more=lambda s: s.register_buffer("calls", torch.zeros((), dtype=torch.long))),
-        per_forward=True,
-    ),
     "reassigned buffer": odd(
         block=block(act=reassigned, more=lambda s: s.register_buffer("scale", torch.ones(1))), per_forward=True
     ),
-    "unsaved buffer": gained(lambda s: s.table, lambda s: s.register_buffer("table", TABLE.clone(), persistent=False)),
     "lazy buffer": odd(
         block=block(lambda s, x: lazily(s, x, lambda s, t: s.register_buffer("table", t, persistent=False)))
     ),
@@ -611,12 +542,6 @@ MODULES: dict[str, type[Odd]] = {
     # Parametrisations.
     "weight norm": odd(change=each(lambda one: parametrizations.weight_norm(one.fc1))),
     "spectral norm": odd(change=each(lambda one: parametrizations.spectral_norm(one.fc1)), per_forward=True),
-    "orthogonal": odd(
-        change=each(lambda one: put(one, norm=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH, bias=False))))
-    ),
-    "standardised weights": odd(
-        block=block(lambda s, x: standardised(s, x, s.fc1.weight - s.fc1.weight.mean(1, keepdim=True)))
-    ),
     "pruned": odd(change=each(lambda one: prune.l1_unstructured(one.fc1, "weight", 0.5))),
     # Kinds of parameters.
     "scalar": gained(lambda s: s.scale, lambda s: put(s, scale=nn.Parameter(torch.tensor(1.1)))),
@@ -678,10 +603,7 @@ MODULES: dict[str, type[Odd]] = {
         ),
         per_forward=True,
     ),
-    "lambda": odd(block=block(more=lambda s: put(s, act=lambda hidden: hidden * torch.sigmoid(hidden)))),
     "writes to its input": odd(block=block(lambda s, x: Block.forward(s, x.mul_(0.9)))),
-    "gradient reversal": Domains,
-    "checkpointed": odd(block=block(lambda s, x: checkpoint(Block.forward, s, x, use_reentrant=False))),
     "checkpointed by the net": odd(
         net=net(lambda s, x: s.head(s.body(s.stem(x), run=lambda one, x: checkpoint(one, x, use_reentrant=False))))
     ),
@@ -718,7 +640,6 @@ MODULES: dict[str, type[Odd]] = {
         lambda name, p: p.register_post_accumulate_grad_hook(halve), "blocks", strategies=STEPS
     ),
     "hook before forward": odd(change=each(lambda one: one.fc1.register_forward_pre_hook(lambda m, a: (2 * a[0],)))),
-    "hook on activations": odd(block=block(act=slope_hooked)),
     # Losses.
     "L2": penalised(lambda s: sum(p.square().sum() for p in s.parameters()), (*STEPS, *PIPELINES)),
     "norms of weights": penalised(lambda s: sum(one.fc1.weight.norm() for one in s.model.blocks), (*STEPS, *PIPELINES)),
@@ -734,14 +655,11 @@ MODULES: dict[str, type[Odd]] = {
     "clips by itself by hand": odd(Manual, before=clips),
     "scales gradients": odd(on_after_backward=scales),
     "by hand": odd(Manual),
-    "two optimizers": TwoOptimizers,
     "adversarial": Adversarial,
     "sharpness": Sharpness,
-    "decays by hand": odd(on_train_batch_end=decays),
     "callback that clamps weights": odd(configure_callbacks=lambda s: [Clamps()]),
     "norm between steps": NormBetweenSteps,
     "held weights": HeldWeights,
-    "weights in a global": GlobalWeights,
     "norm of gradients": NormOfGradients,
     "norm after the step": NormAfterStep,
     "swapped for validation": odd(SwappedForValidation, trainer_options={"limit_val_batches": 1, "max_epochs": 2}),
@@ -770,5 +688,4 @@ MODULES: dict[str, type[Odd]] = {
         block=block(initialised, lambda s: put(s, gain=nn.Parameter(torch.ones(WIDTH)), done=False))
     ),
     "built in setup": BuiltInSetup,
-    "average of weights": AverageOfWeights,
 }

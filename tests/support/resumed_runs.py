@@ -12,6 +12,7 @@ import math
 import random
 import shutil
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,8 +48,6 @@ from dlo_plugins.prune.callback import Prune
 from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.schedules.lr_curves import WSD, OneCycle, WarmRestarts
 from dlo_plugins.schedules.schedule_free import ScheduleFree
-from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.optim import build_optimizer
 from support.curricula_runs import images, prepare_texts, texts
 from support.strategies import STRATEGIES
@@ -90,7 +89,8 @@ class Scenario:
     ranks: int = 1
 
 
-SCHEDULES = ("none", "one_cycle", "wsd", "restarts", "torch one_cycle", "step_lr", "cosine")
+OURS = ("one_cycle", "wsd", "restarts")
+SCHEDULES = ("none", *OURS, "torch one_cycle", "step_lr", "cosine")
 PLATEAUS = ("plateau", "plateau train", "plateau step")
 LOADERS = (
     *("dlo", "dlo", "dlo workers"),
@@ -127,6 +127,8 @@ def choose(seed: int) -> Scenario:
     if "schedulefree" in optimizer:  # It is an average of the weights itself.
         callbacks = [name for name in callbacks if name != "ema"]
     schedule = one([*SCHEDULES, *PLATEAUS])
+    if workload != "plain" and schedule not in OURS:
+        schedule = "none"
     if manual and schedule in PLATEAUS:
         schedule = "cosine"
     events = []
@@ -309,21 +311,6 @@ def with_schedule(scenario: Scenario, optimizer: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": config}
 
 
-class Scheduled:
-    """Task with a schedule of torch's."""
-
-    scenario: Scenario
-
-    def configure_optimizers(self) -> Any:
-        return with_schedule(self.scenario, super().configure_optimizers())  # type: ignore[misc]
-
-
-class Classifier(Scheduled, ImageClassifier): ...
-
-
-class Language(Scheduled, CausalLM): ...
-
-
 class TrainLoss(Callback):
     """Logs the training loss, of which tasks log none."""
 
@@ -491,13 +478,12 @@ def build(scenario: Scenario, folder: Path) -> tuple[Any, Any, list[Callback]]:
     options = {"optimizer": scenario.optimizer, "schedule": "constant", "weight_decay": 0.01}
     callbacks.append(TrainLoss())
     if scenario.workload == "image":
-        task, _ = images(model_args={"depth": 3, "proj_drop_rate": 0.1}, kind=Classifier, **options)
+        task, _ = images(model_args={"depth": 3, "proj_drop_rate": 0.1}, **options)
         data: Any = Pictures()
     else:
         folder.mkdir(parents=True, exist_ok=True)
         prepare_texts(folder)
-        task, data = texts(folder, config={"num_hidden_layers": 2}, data={"batch_size": 16}, kind=Language, **options)
-    task.scenario = scenario
+        task, data = texts(folder, config={"num_hidden_layers": 2}, data={"batch_size": 16}, **options)
     return task, data, callbacks
 
 
@@ -566,24 +552,10 @@ def precision(name: str) -> dict[str, Any]:
 
 
 def final_state(folder: Path) -> dict[str, Any]:
-    """Returns the last checkpoint's state, as plain values by path."""
+    """Returns the parts of the last checkpoint's state."""
     saved = load(folder / "run" / "version_0" / runs.CHECKPOINTS / runs.LAST)
-    found: dict[str, Any] = {}
-    for part in ("state_dict", "optimizer_states", "lr_schedulers", "current_model_state", "global_step"):
-        if part in saved:
-            _flatten(saved[part], part, found)
-    return found
-
-
-def _flatten(value: Any, path: str, found: dict[str, Any]) -> None:
-    if hasattr(value, "keys"):
-        for key in value:
-            _flatten(value[key], f"{path}/{key}", found)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            _flatten(item, f"{path}/{number}", found)
-    else:
-        found[path] = value
+    parts = ("state_dict", "optimizer_states", "lr_schedulers", "current_model_state", "global_step")
+    return {part: saved[part] for part in parts if part in saved}
 
 
 #: Answer for a run that ended before its first interruption.
@@ -608,9 +580,8 @@ def differences(scenario: Scenario, folder: Path) -> list[str]:
         if not same(whole.get(key), parts.get(key)):
             found += [f"{key}: {line}" for line in _compared(whole.get(key), parts.get(key))]
     one, other = final_state(folder / "whole"), final_state(folder / "parts")
-    for key in dict.fromkeys([*one, *other]):
-        if not same(one.get(key), other.get(key)):
-            found.append(f"{key} differs at the end: {_short(one.get(key))} {_short(other.get(key))}")
+    ends = [key for key in {**one, **other} if not same(one.get(key), other.get(key))]
+    found += [f"{key} differs at the end: {str(one.get(key))[:60]} {str(other.get(key))[:60]}" for key in ends]
     return found if interruptions else [UNDISTURBED]
 
 
@@ -621,15 +592,11 @@ def _compared(one: Any, other: Any) -> list[str]:
     return [f"{one} undisturbed, {other} resumed"]
 
 
-def _short(value: Any) -> str:
-    return str(value).replace("\n", " ")[:60]
-
-
 def same(one: Any, other: Any) -> bool:
     """Returns whether two values are equal to the bit; NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one.nan_to_num(7.25), other.nan_to_num(7.25))
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
