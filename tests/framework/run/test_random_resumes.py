@@ -44,6 +44,7 @@ CASES = {
     "a shuffled order, stopped in a validation": Scenario(
         8,
         loader="shuffled",
+        accumulate=2,
         events=(Event("on_validation_batch_start", 3, False), Event("on_train_batch_end", 3, True)),
     ),
     "the order of workers that persist": Scenario(
@@ -59,7 +60,7 @@ CASES = {
         13, "image", check=0.5, callbacks=("quantise",), events=(Event("on_train_batch_end", 13, True),)
     ),
     "an early stop inside an epoch, in a validation": Scenario(
-        14, check=3, callbacks=("early train",), events=(Event("on_validation_batch_start", 12, False),)
+        14, check=3, accumulate=2, callbacks=("early train",), events=(Event("on_validation_batch_start", 12, False),)
     ),
     "an early stop by a limit, whose validation is left": Scenario(
         15, check=3, min_steps=9, callbacks=("early limit",), events=(Event("on_train_batch_end", 9, False),)

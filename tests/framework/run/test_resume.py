@@ -11,116 +11,34 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from timm.optim import create_optimizer_v2
 
-from dlo_framework.checkpoint import SafeCheckpointIO
-from dlo_framework.data import ResumableBatchSampler, ResumableDataModule
-from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.data import ResumableBatchSampler
 from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.stop import GracefulStop, RunStopped
+from support import noisy_runs
+from support.noisy_data import Noisy
+from support.noisy_runs import BATCH, SAMPLES, Data, Net
 from support.trainers import quiet_trainer
-
-SAMPLES, BATCH, EPOCHS = 52, 5, 3  # 10 batches an epoch, the last 2 samples of each order left out
-
-
-class Noisy(torch.utils.data.Dataset):
-    """Samples whose augmentation draws from each of the three global generators."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index):
-        x = torch.full((6,), index / SAMPLES) + torch.randn(6)
-        return x + random.random() + float(np.random.rand()), index % 3
-
-
-class Data(ResumableDataModule):
-    def __init__(self, workers: int = 0) -> None:
-        super().__init__(batch_size=BATCH, num_workers=workers, seed=3)
-
-    def train_dataloader(self):
-        return self.train_loader(Noisy())
-
-    def val_dataloader(self):
-        return self.eval_loader(Noisy())
-
-
-class Net(LightningModule):
-    """Uses random numbers of torch (dropout), NumPy and Python in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
-        self.losses: list[float] = []
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        x = x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
-        loss = torch.nn.functional.cross_entropy(self.net(x), y)
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        torch.rand(3)  # A validation that draws must not shift the training.
-        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Signal(Callback):
-    """Sends this process a signal, as Ctrl-C or a batch system would, at one batch of training or validation."""
+    """Sends this process a signal, as Ctrl-C or a batch system would, at one batch of training."""
 
-    def __init__(self, batch: int, signum: int = signal.SIGINT, validation: bool = False) -> None:
-        self.batch, self.signum, self.validation, self.seen = batch, signum, validation, 0
+    def __init__(self, batch: int, signum: int = signal.SIGINT) -> None:
+        self.batch, self.signum, self.seen = batch, signum, 0
 
-    def _count(self, trainer) -> None:
-        if trainer.sanity_checking:
-            return
+    def on_train_batch_start(self, *_):
         self.seen += 1
         if self.seen == self.batch:
             signal.raise_signal(self.signum)
 
-    def on_train_batch_start(self, trainer, *_):
-        if not self.validation:
-            self._count(trainer)
 
-    def on_validation_batch_start(self, trainer, *_):
-        if self.validation:
-            self._count(trainer)
-
-
-def run(folder, *, stop=None, resume=False, workers=0, data=None, kind=Net, **options):
-    """Returns the losses of a fit, and the exception that ended it."""
-    torch.manual_seed(1 if not resume else 99)  # A resumed process starts from other random numbers.
-    random.seed(2 if not resume else 98)
-    np.random.seed(3 if not resume else 97)
-    module = kind()
+def run(folder, *, stop=None, **options):
     callbacks = [stop] if isinstance(stop, Callback) else []
-    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": 4, "log_every_n_steps": 2, **options}
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_model_summary=False,
-        plugins=[SafeCheckpointIO()],
-        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
-        enable_progress_bar=False,
-        **options,
-    )
-    use_canonical_checkpoints(trainer)  # As the command does.
-    folder.mkdir(exist_ok=True)
-    try:
-        trainer.fit(
-            module, datamodule=data or Data(workers), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None
-        )
-    except RunStopped as stopped:
-        return module.losses, stopped
-    return module.losses, None
+    return noisy_runs.run(folder, *callbacks, **{"accumulate_grad_batches": 4, "log_every_n_steps": 2, **options})
 
 
 @pytest.fixture(scope="module")
@@ -165,27 +83,10 @@ def test_faults_of_others_would_be_other_losses(whole, tmp_path, monkeypatch, fa
 
 
 def test_stopped_by_sigterm_with_workers(whole, tmp_path):
-    before, stopped = run(tmp_path / "run", stop=Signal(13, signal.SIGTERM), workers=2)
+    before, stopped = run(tmp_path / "run", stop=Signal(13, signal.SIGTERM), data=Data(2))
     assert stopped.exit_code == 143
     assert multiprocessing.active_children() == [], "loading processes that outlive the run, in a notebook say"
-    after, _ = run(tmp_path / "run", resume=True, workers=2)
-    assert before + after == whole
-
-
-def test_stopped_in_a_validation_at_an_epochs_end(whole, tmp_path):
-    before, stopped = run(tmp_path / "run", stop=Signal(13, validation=True))
-    assert stopped is not None
-    after, _ = run(tmp_path / "run", resume=True)
-    assert before == whole[:20]
-    assert after == whole[20:]
-
-
-def test_stopped_in_a_validation_in_mid_epoch_and_mid_accumulation(whole, tmp_path):
-    """Validation after each third batch is inside an open window: its gradients are in the checkpoint."""
-    before, stopped = run(tmp_path / "run", stop=Signal(3, validation=True), val_check_interval=3)
-    assert stopped is not None
-    assert len(before) == 3
-    after, _ = run(tmp_path / "run", resume=True, val_check_interval=3)
+    after, _ = run(tmp_path / "run", resume=True, data=Data(2))
     assert before + after == whole
 
 
@@ -222,29 +123,19 @@ class OneRateAnEpoch(Net):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)]
 
 
-@pytest.fixture(scope="module")
-def one_rate_an_epoch(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole") / "run", kind=OneRateAnEpoch)[0]
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ({"stop": Signal(13)}, {"max_steps": 100}),
-        ({"stop": Signal(10)}, {"max_steps": 100}),
-        ({"max_epochs": 1}, {"max_steps": 100}),
-    ],
-)
-def test_a_schedule_of_epochs_goes_on(tmp_path, one_rate_an_epoch, first, then):
-    before, _ = run(tmp_path / "run", kind=OneRateAnEpoch, **{**then, **first})
-    after, _ = run(tmp_path / "run", kind=OneRateAnEpoch, resume=True, **then)
-    assert len(one_rate_an_epoch) == 30
-    assert before + after == one_rate_an_epoch
+def test_a_schedule_of_epochs_goes_on(tmp_path):
+    options = {"kind": OneRateAnEpoch, "max_steps": 100}
+    whole, _ = run(tmp_path / "whole", **options)
+    assert len(whole) == 30
+    for number, first in enumerate(({"stop": Signal(13)}, {"stop": Signal(10)}, {"max_epochs": 1})):
+        before, _ = run(tmp_path / str(number), **options, **first)
+        after, _ = run(tmp_path / str(number), resume=True, **options)
+        assert before + after == whole, first
 
 
 class PlainValidation(Data):
     def val_dataloader(self):
-        return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
+        return torch.utils.data.DataLoader(Noisy(SAMPLES), batch_size=BATCH, shuffle=True)
 
 
 @pytest.mark.parametrize("kind", [Data, PlainValidation])
@@ -266,8 +157,8 @@ def test_the_random_state_comes_back_on_all_three():
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     class Twice(Signal):
-        def _count(self, trainer):
-            super()._count(trainer)
+        def on_train_batch_start(self, *_):
+            super().on_train_batch_start()
             if self.seen == self.batch:
                 signal.raise_signal(signal.SIGINT)
 
@@ -338,8 +229,8 @@ def test_what_is_kept_elsewhere_than_in_parameters_and_their_state_goes_on(tmp_p
 
 def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_not_stopped(tmp_path):
     class Failing(Signal):
-        def on_train_batch_start(self, trainer, *_):
-            super().on_train_batch_start(trainer)
+        def on_train_batch_start(self, *_):
+            super().on_train_batch_start()
             if self.seen == self.batch:
                 raise OSError("no such sample")
 
