@@ -25,6 +25,10 @@ def test_a_file_of_the_users_own(dlo):
 
 def test_a_third_partys_pack(dlo, example_pack, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.fspath(example_pack))
+    shown = json.loads(dlo("plugins", "show", "WeightNormLogger", "--json").stdout)
+    assert (shown["kind"], shown["distribution"], shown["version"]) == ("callback", "dlo-example-pack", "1.0.0")
+    assert [(p["name"], p["default"]) for p in shown["parameters"]] == [("every_n_steps", "50"), ("depth", "2")]
+    assert shown["defined_in"].startswith(str(example_pack))
     (dlo.folder / "pack.yaml").write_text(small("[]", "{class_path: WeightNormLogger, init_args: {every_n_steps: 1}}"))
     dlo("fit", "--config", "pack.yaml")
     events = (dlo.folder / "runs" / "pack" / "version_0").glob("events.*")

@@ -266,13 +266,16 @@ def test_what_is_short_is_told(tmp_path, monkeypatch, code, inodes, says):
     def refuse(descriptor):
         raise OSError(code, os.strerror(code))
 
-    for write in (save, lambda content, path: SafeCheckpointIO().save_checkpoint(content, path)):
+    for name, write in {"folder": save, "file": lambda *given: SafeCheckpointIO().save_checkpoint(*given)}.items():
+        path = tmp_path / f"{name}.ckpt"
+        write({"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}, path)
         with monkeypatch.context() as refusing:
             refusing.setattr("os.fsync", refuse)
             with pytest.raises(DloError) as caught:
-                write({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "x.ckpt")
+                write({"state_dict": {"w": torch.zeros(1000)}}, path)
         assert says in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
+        assert load(path)["state_dict"]["w"].tolist() == [1.0, 1.0], "the previous one is left"
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.ckpt", "file.ckpt"}
 
 
 def test_in_the_background_the_state_of_the_call_is_saved_and_nothing_is_removed_too_early(found, folder):

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.checkpoint import (
     check,
@@ -30,9 +28,9 @@ from dlo_framework.checkpoint.history import superseded
 from dlo_framework.checkpoint.store import LocalStore, store_of
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.main import main
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, full_box
+from support.distributions import install
 from support.memory_store import MemoryStore
 
 RUN = Path("mem:/bucket/run")
@@ -53,11 +51,8 @@ def memory(tmp_path, monkeypatch):
     return MemoryStore
 
 
-def register(folder: Path, monkeypatch, entry: str) -> None:
-    info = folder / "site" / "store_pack-1.2.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store_pack\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[dlo_framework.checkpoint_stores]\n{entry}\n")
+def register(folder: Path, monkeypatch, *entries: str, **modules: str) -> None:
+    install(folder / "site", "store_pack", {"dlo_framework.checkpoint_stores": list(entries)}, **modules)
     monkeypatch.syspath_prepend(str(folder / "site"))
     stores._registered.cache_clear()
 
@@ -236,9 +231,8 @@ def test_slices_with_gaps_are_read_by_ranges_of_a_bucket_at_most(memory, monkeyp
 
 
 def test_a_store_is_found_by_its_scheme_and_a_broken_one_is_named(tmp_path, monkeypatch):
-    register(tmp_path, monkeypatch, "bad = ck_bad_store:Store\nodd = ck_odd_store:Store")
-    (tmp_path / "site" / "ck_bad_store.py").write_text("raise RuntimeError('boom')")
-    (tmp_path / "site" / "ck_odd_store.py").write_text("class Store: ...")
+    sources = {"ck_bad_store": "raise RuntimeError('boom')", "ck_odd_store": "class Store: ..."}
+    register(tmp_path, monkeypatch, "bad = ck_bad_store:Store", "odd = ck_odd_store:Store", **sources)
     assert type(store_of(tmp_path)) is LocalStore
     with pytest.raises(DloError, match=r"'bad' \(store_pack 1\.2\) failed to import: RuntimeError: boom"):
         load("bad://bucket/last.ckpt")
@@ -248,16 +242,6 @@ def test_a_store_is_found_by_its_scheme_and_a_broken_one_is_named(tmp_path, monk
         load("odd://bucket/last.ckpt")
     with pytest.raises(DloError, match=r"must be on a file system, or .*, got s3://bucket/last\.ckpt"):
         load("s3://bucket/last.ckpt")
-
-
-@pytest.mark.parametrize("option", ["run.dir", "dirpath of ModelCheckpoint"])
-def test_a_run_s_folder_has_no_scheme(option, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    remote = Path("mem:/bucket/run")
-    callbacks = [] if option == "run.dir" else [ModelCheckpoint(dirpath=remote)]
-    folder = remote if option == "run.dir" else tmp_path / "run"
-    with pytest.raises(DloError, match=f"{option} must be on a file system, got .* with the scheme mem:"):
-        add_default_callbacks(callbacks, run_folder=folder, model=BoringModel())
 
 
 def test_predictions_from_another_store_are_written_to_the_runs_of_the_config(memory) -> None:

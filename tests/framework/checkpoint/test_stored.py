@@ -6,13 +6,11 @@ that wrote them. They were written in format 2 by torch 2.14.
 
 import json
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 
 from dlo_framework.checkpoint import SafeCheckpointIO, load, loading, newest_valid, recover, verify
@@ -24,6 +22,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.runs import Watch
 from support.trainers import quiet_trainer
 
 STORED = Path(__file__).parent / "stored"
@@ -46,20 +45,10 @@ class Model(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
-class Watch(Callback):
-    def __init__(self, save: Path | None) -> None:
-        self.save, self.losses = save, []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")))
-        if trainer.global_step == SAVED and self.save is not None:
-            trainer.save_checkpoint(self.save)
-
-
 def train(rank: int, world_size: int, save: Path | None, resume: Path | None) -> list[float]:
     register_data_parallel()
     seed_everything(7, workers=True, verbose=False)
-    watch = Watch(save)
+    watch = Watch(save, SAVED)
     trainer = quiet_trainer(
         devices=world_size,
         strategy=ZeroStrategy(3) if world_size > 1 else "auto",
@@ -108,9 +97,6 @@ def test_runs_resume_from_both_with_the_losses_of_the_run_that_wrote_them(world_
         assert losses == pytest.approx(expected[name]["losses"][SAVED:], rel=1e-4), name
 
 
-RUN = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
-
-
 class Bomb:
     """Runs a command where it is unpickled."""
 
@@ -119,27 +105,6 @@ class Bomb:
 
     def __reduce__(self):
         return os.system, (self.command,)
-
-
-def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
-    """The file size limit takes the part of a disk that fills in the middle of a write."""
-    path = tmp_path / "last.ckpt"
-    SafeCheckpointIO().save_checkpoint(RUN | {"x": torch.zeros(10)}, path)
-    ended, said = os.pipe()
-    if not (process := os.fork()):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        try:
-            SafeCheckpointIO().save_checkpoint({"x": torch.zeros(100_000)}, path)
-        except BaseException as error:
-            os.write(said, str(error).encode())
-        os._exit(0)
-    os.close(said)
-    message = os.read(ended, 10_000).decode()
-    assert "previous last.ckpt intact" in message or "File too large" in message
-    os.waitpid(process, 0)
-    assert SafeCheckpointIO().load_checkpoint(path)["x"].shape == (10,)
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from support.distributions import install
 
 HELLO = '''
 from dlo_framework.cli.config_scan import CommandParser
@@ -34,32 +35,22 @@ def translate(value):
 '''
 
 
-def install(folder: Path, name: str, points: str) -> None:
-    """Writes the metadata of a distribution, and nothing else of it."""
-    info = folder / f"{name}-2.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
-    (info / "entry_points.txt").write_text(points)
+COMMANDS = {"hello": "main", "nothing": "nothing", "number": "number", "twice": "main", "fit": "main"}
+OPTIONS = ("other_config", "both")
 
 
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A distribution with commands of every kind: one that works, and one for each fault."""
-    (tmp_path / "cmd_hello.py").write_text(HELLO)
-    (tmp_path / "cmd_broken.py").write_text('import no_such_module\n\n\ndef main(argv):\n    """Break."""\n')
-    install(
-        tmp_path,
-        "cmd_pack",
-        "[dlo_framework.commands]\nhello = cmd_hello:main\nbroken = cmd_broken:main\ngone = cmd_gone:main\n"
-        "nothing = cmd_hello:nothing\nnumber = cmd_hello:number\ntwice = cmd_hello:main\nfit = cmd_hello:main\n"
-        "[dlo_framework.options]\nother_config = cmd_hello:translate\nbad = cmd_broken:main\n"
-        "both = cmd_hello:translate\n",
-    )
-    install(
-        tmp_path,
-        "cmd_rival",
-        "[dlo_framework.commands]\ntwice = cmd_hello:main\n[dlo_framework.options]\nboth = cmd_broken:main\n",
-    )
+    broken = 'import no_such_module\n\n\ndef main(argv):\n    """Break."""\n'
+    working = [f"{name} = cmd_hello:{function}" for name, function in COMMANDS.items()]
+    entries = {
+        "dlo_framework.commands": [*working, "broken = cmd_broken:main", "gone = cmd_gone:main"],
+        "dlo_framework.options": [*(f"{name} = cmd_hello:translate" for name in OPTIONS), "bad = cmd_broken:main"],
+    }
+    install(tmp_path, "cmd_pack", entries, "2.0", cmd_hello=HELLO, cmd_broken=broken)
+    rivals = {"dlo_framework.commands": ["twice = cmd_hello:main"], "dlo_framework.options": ["both = cmd_broken:main"]}
+    install(tmp_path, "cmd_rival", rivals, "2.0")
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

@@ -10,6 +10,7 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import NamedFunctions
 from dlo_framework.registry import Registry
+from support import distributions
 
 Install = Callable[..., None]
 
@@ -27,14 +28,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
-    def write(dist: str, entries: dict[str, list[str]], version: str = "1.2", **modules: str) -> None:
-        info = tmp_path / f"{dist}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
-        lines = [f"[dlo_framework.plugins.{kind}]\n" + "\n".join(names) for kind, names in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-        for name, source in modules.items():
-            (tmp_path / f"{name}.py").write_text(source)
+    def write(dist: str, entries: dict[str, list[str]], *version: str, **modules: str) -> None:
+        groups = {f"dlo_framework.plugins.{kind}": names for kind, names in entries.items()}
+        distributions.install(tmp_path, dist, groups, *version, **modules)
 
     yield write
     for name in set(sys.modules) - before:
@@ -61,17 +57,12 @@ def test_only_the_named_plugin_is_imported(install: Install) -> None:
 @pytest.mark.parametrize(
     ("entry", "source", "message"),
     [
-        (
-            "callback: foo",
-            "raise RuntimeError('boom')",
-            r"^plugin 'foo' \(pkg 1\.2\) failed to import: RuntimeError: boom$",
-        ),
+        ("callback: foo", "raise RuntimeError('boom')", r"^plugin 'foo' \(pkg 1\.2\) failed to import: .*boom$"),
         ("callback: Thingy", CALLBACK.format(name="Thingie"), "has no class 'Thingy'; did you mean 'Thingie'"),
         (
             "task: Wrong",
             CALLBACK.format(name="Wrong"),
-            r"a task must be a subclass of lightning\.pytorch\.LightningModule, got rg_broken:Wrong; register it in the"
-            r" group 'dlo_framework\.plugins\.callback'",
+            "got rg_broken:Wrong; register it in the group 'dlo_framework.plugins.callback'",
         ),
         ("callback: Func", "def Func(): pass", "rg_broken:Func must be a class, got a function"),
     ],
@@ -103,7 +94,7 @@ def test_a_name_of_another_kind_is_told() -> None:
 @pytest.mark.parametrize("kind", ["callback", "task"])
 def test_a_name_taken_twice_is_listed_and_refused_when_used(install: Install, kind: str) -> None:
     install("first", {"callback": ["Twin = rg_first:Twin"]})
-    install("second", {kind: ["Twin = rg_second:Twin"]}, version="2.0")
+    install("second", {kind: ["Twin = rg_second:Twin"]}, "2.0")
     registry = Registry()
     twins = [plugin for plugin in registry.plugins() if plugin.name == "Twin"]
     assert len(twins) == 2
@@ -217,12 +208,8 @@ def red() -> int:
     return 1
 
 
-def install_functions(folder: Path, name: str, source: str) -> None:
-    info = folder / "nf_pack-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nf_pack\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = nf_pack:{name}\n")
-    (folder / "nf_pack.py").write_text(source)
+def blue() -> int:
+    return 2
 
 
 def test_a_name_gives_its_function_and_an_unknown_one_the_nearest(colours):
@@ -245,13 +232,14 @@ def test_options_of_register_make_the_value():
 
 def test_two_functions_of_one_name_are_refused_and_one_twice_is_not(colours):
     colours.register("red")(red)
-    message = r"colour names must be unique, got 'red' in .*red and in .*install_functions; rename one"
+    message = r"colour names must be unique, got 'red' in .*red and in .*blue; rename one"
     with pytest.raises(DloError, match=message):
-        colours.register("red")(install_functions)
+        colours.register("red")(blue)
 
 
 def test_an_installed_packages_function_is_imported_when_it_is_named(colours, tmp_path):
-    install_functions(tmp_path, "teal", "def teal():\n    return 2\n")
+    entries = {GROUP: ["teal = nf_pack:teal"]}
+    distributions.install(tmp_path, "nf_pack", entries, nf_pack="def teal():\n    return 2\n")
     assert colours.names() == ["red", "teal"]
     assert "nf_pack" not in sys.modules
     assert list(colours.loaded()) == ["red"]
@@ -260,7 +248,7 @@ def test_an_installed_packages_function_is_imported_when_it_is_named(colours, tm
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_the_cause(colours, tmp_path):
-    install_functions(tmp_path, "teal", "1 / 0")
+    distributions.install(tmp_path, "nf_pack", {GROUP: ["teal = nf_pack:teal"]}, nf_pack="1 / 0")
     message = r"colour 'teal' \(nf_pack 1.2\) failed to import: ZeroDivisionError: division by zero"
     with pytest.raises(DloError, match=message):
         colours.get("teal")
