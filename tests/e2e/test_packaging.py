@@ -145,13 +145,10 @@ def test_it_works_far_from_the_checkout(far):
     ("words", "message"),
     [
         (
-            ["fit", "--config", "quickstart", "--trainer.strategy", "deepspeed_2", "--trainer.accelerator", "cpu"],
-            "DeepSpeedBridge needs DeepSpeed, which is not installed; pip install 'dlo_framework[deepspeed]'",
+            ["fit", "--config", "quickstart", "--trainer.strategy", "deepspeed_2"],
+            "pip install 'dlo_framework[deepspeed]'",
         ),
-        (
-            ["sweep", "--config", "quickstart", "--space", "digits/sweep_space"],
-            "dlo sweep needs optuna, which is not installed; pip install 'dlo_framework[hpo]'",
-        ),
+        (["sweep", "--config", "quickstart", "--space", "digits/sweep_space"], "pip install 'dlo_framework[hpo]'"),
         (["fit", "--config", "llm/quickstart"], "which is not installed; pip install 'dlo_framework[llm]'"),
     ],
     ids=["deepspeed", "optuna", "transformers"],

@@ -14,29 +14,8 @@ from dlo_framework.cli.main import main
 from dlo_framework.run import runs
 from support.digits_config import digits_config
 
-MODULE = """
-import torch
-from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(LightningModule):
-    best_metric = ("val", "max")
-    def __init__(self, dropout: float | None = 0.1, width: int | None = None):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-    def validation_step(self, batch, batch_idx):
-        self.log("val", float(self.current_epoch))
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
-    val_dataloader = train_dataloader
-"""
 CONFIG = """
-plugins: [./own_net.py]
+plugins: [support.user_net]
 model: {class_path: Net}
 trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false, enable_model_summary: false}
 """
@@ -46,7 +25,6 @@ trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false, enable_mo
 def fit(tmp_path, monkeypatch):
     """Returns a function that runs ``dlo fit`` in this process and returns the run's files by name."""
     monkeypatch.chdir(tmp_path)
-    Path("own_net.py").write_text(MODULE)
     Path("x.yaml").write_text(CONFIG)
 
     def run(*words: str, config: str = "x.yaml", name: str = "x", version: int = 0) -> set[str]:

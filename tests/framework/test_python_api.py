@@ -16,37 +16,11 @@ import dlo_framework as dlo
 from dlo_framework.checkpoint import load
 from dlo_framework.cli.main import main
 from dlo_framework.lock import release_all, start_time, this_process
-from dlo_framework.registry import Registry
 from dlo_framework.run import runs
+from support.user_net import Net
 
-MODULE = """
-import torch
-from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(LightningModule):
-    best_metric = ("val", "max")
-    def __init__(self, width: int = 3):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1))
-    def forward(self, batch):
-        return self.net(batch[0])
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).mean())
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.arange(64.0).view(16, 4) / 64), batch_size=4, shuffle=True)
-    def val_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
-"""
 CONFIG = """
-plugins: [./python_net.py]
+plugins: [support.user_net]
 model: {class_path: Net}
 trainer: {max_epochs: 2, accelerator: cpu, enable_progress_bar: false, enable_model_summary: false}
 """
@@ -55,12 +29,10 @@ QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summa
 
 @pytest.fixture
 def net(tmp_path, monkeypatch):
-    """The class of a small module, in a file of a folder of its own, which is the working directory."""
+    """The class of a small module; the working directory has a config of it."""
     monkeypatch.chdir(tmp_path)
-    Path("python_net.py").write_text(MODULE)
     Path("x.yaml").write_text(CONFIG)
-    Registry().load_user_module("./python_net.py")
-    yield sys.modules["python_net"].Net
+    yield Net
     release_all()
     os.environ.pop(runs.ENVIRONMENT, None)
     os.environ.pop(runs.FOUND, None)
@@ -120,7 +92,7 @@ def test_a_run_from_python_is_the_run_of_the_command(net):
     saved = [yaml.safe_load((Path(run) / "config.yaml").read_text()) for run in (command, config, own)]
     assert saved[0] == {**saved[1], "run": saved[0]["run"]}, "the config of a loaded config is that of the command"
     assert saved[1]["run"]["name"] == "loaded"
-    assert saved[2]["model"] == {"class_path": "python_net.Net", "init_args": {"width": 3}}
+    assert saved[2]["model"] == {"class_path": "support.user_net.Net", "init_args": Net().hparams}
     assert saved[2]["trainer"]["max_epochs"] == 2
     kinds = [[type(callback).__name__ for callback in each.callbacks] for each in (loaded.trainer, trainer)]
     assert kinds[0] == kinds[1]
