@@ -99,19 +99,11 @@ def test_batches_of_training_and_validation_go_by_the_callback_that_copies_them(
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
-def fit(tmp_path, *callbacks: Any) -> Trainer:
-    trainer = quiet_trainer(
-        max_epochs=1, limit_train_batches=3, limit_val_batches=0, callbacks=list(callbacks),
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(BoringModel())
-    return trainer
-
-
 def test_on_a_cpu_nothing_is_set(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "Collector", lambda every: pytest.fail("garbage collection was taken over"))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    trainer = fit(tmp_path, AcceleratorSettings())
+    trainer = quiet_trainer(max_steps=3, callbacks=[AcceleratorSettings()], default_root_dir=tmp_path)
+    trainer.fit(BoringModel())
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
     assert "batch_to_device" not in vars(trainer.strategy)
 
@@ -141,6 +133,7 @@ def test_float32_products_are_rounded_unless_the_user_has_chosen(on_cuda: Any) -
         settings.setup(on_cuda, module, "fit")
         assert torch.get_float32_matmul_precision() == expected
         settings.teardown(on_cuda, module, "fit")
+        assert torch.get_float32_matmul_precision() == before
 
 
 def test_batches_have_a_stream_unless_it_is_off(on_cuda: Any) -> None:
@@ -160,8 +153,11 @@ def test_cudnn_measures_convolutions_unless_runs_are_to_be_alike(on_cuda: Any, m
         (AcceleratorSettings(cudnn_benchmark=False), images, False),
         (AcceleratorSettings(), images, True),
     ):
+        settings.setup(on_cuda, module, "fit")
         settings.on_fit_start(on_cuda, module)
         assert torch.backends.cudnn.benchmark == expected
+        settings.teardown(on_cuda, module, "fit")
+        assert not torch.backends.cudnn.benchmark
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not may_benchmark(images)
 
@@ -201,17 +197,6 @@ def test_a_run_gives_garbage_collection_back(fails: bool, on_cuda: Any) -> None:
     assert gc.isenabled()
     AcceleratorSettings(gc_steps=0).on_train_start(on_cuda, BoringModel())
     assert gc.isenabled()
-
-
-def test_a_run_leaves_torchs_settings_as_they_were(on_cuda: Any) -> None:
-    module = BoringModel()
-    module.conv = torch.nn.Conv2d(1, 1, 1)
-    settings = AcceleratorSettings(gc_steps=0)
-    settings.setup(on_cuda, module, "fit")
-    settings.on_fit_start(on_cuda, module)
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("high", True)
-    settings.teardown(on_cuda, module, "fit")
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("highest", False)
 
 
 def test_a_batch_with_objects_that_hold_tensors_is_left_to_lightning() -> None:

@@ -17,6 +17,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import run_distributed
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, unit_norms
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.runs import Watch
 from support.trainers import quiet_trainer
 
 BATCHES, SIZE, WIDTH = 10, 4, 6
@@ -61,17 +62,6 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter([(row,) for row in samples()])
-
-
-class SaveAt(Callback):
-    """Saves a checkpoint after a batch, in the middle of a window."""
-
-    def __init__(self, path, batch: int) -> None:
-        self.path, self.batch = path, batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 0 and batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
 
 
 def samples() -> torch.Tensor:
@@ -170,14 +160,14 @@ def _on_ranks(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[f
     for name, make in STRATEGIES.items():
         path = f"{folder}/{name}.ckpt"
         options = {"devices": world_size, "use_distributed_sampler": False}
-        whole = norms_of(Data(), SaveAt(path, BATCHES - 2), strategy=make(), **options)
+        whole = norms_of(Data(), Watch(path, batch=BATCHES - 1), strategy=make(), **options)
         found[name] = whole, norms_of(Data(), strategy=make(), ckpt_path=path, **options)
     return found
 
 
 def test_two_ranks_have_the_mean_too_and_resume_inside_the_last_window(tmp_path):
     path = str(tmp_path / "one.ckpt")
-    one = norms_of(Data(), SaveAt(path, BATCHES - 2), plugins=[SafeCheckpointIO()])
+    one = norms_of(Data(), Watch(path, batch=BATCHES - 1), plugins=[SafeCheckpointIO()])
     assert len(one) == 6
     assert norms_of(Data(), ckpt_path=path, plugins=[SafeCheckpointIO()]) == one[2:]
     for by_strategy in run_distributed(_on_ranks, 2, str(tmp_path)):

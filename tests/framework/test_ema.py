@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.run.resume import ExactResume
+from support.runs import Watch
 from support.trainers import quiet_trainer
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -112,7 +113,7 @@ def test_of_weights_in_half_precision_the_average_has_single_precision(tmp_path)
     options = {"max_epochs": 10, "decay": 0.99, "precision": "bf16-true"}
     whole, resumed, single = Half(), Half(), Single()
     path, late = tmp_path / "mid.ckpt", loader(10)
-    first, second = run(tmp_path, single, Save(57, path), **options), run(tmp_path, **options)
+    first, second = run(tmp_path, single, Watch(path, 57), **options), run(tmp_path, **options)
     first.fit(whole, late, loader(1))
     moved = [(a - s).abs().max() for a, s in zip(single.average, Half().parameters(), strict=True)]
     assert min(moved) > 0.01
@@ -128,19 +129,10 @@ def test_of_weights_in_half_precision_the_average_has_single_precision(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True)), "all digits of it go on"
 
 
-class Save(Callback):
-    def __init__(self, step: int, path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def test_a_run_resumed_in_mid_epoch_is_bit_equal(tmp_path):
     whole, resumed = Net(), Net()
     path = tmp_path / "mid.ckpt"
-    run(tmp_path, Save(7, path), max_epochs=3).fit(whole, loader(), loader(1))
+    run(tmp_path, Watch(path, 7), max_epochs=3).fit(whole, loader(), loader(1))
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["averaging_state"] == {"n_averaged": 7}
     assert not torch.equal(
@@ -172,7 +164,7 @@ def test_a_run_without_the_average_goes_on_from_the_trained_weights(tmp_path, mo
     said: list[str] = []
     monkeypatch.setattr("dlo_framework.run.resume.rank_zero_info", said.append)
     path, reference = tmp_path / "mid.ckpt", Reference()
-    run(tmp_path, Save(7, path), reference, max_epochs=3).fit(Net(), loader(), loader(1))
+    run(tmp_path, Watch(path, 7), reference, max_epochs=3).fit(Net(), loader(), loader(1))
     dropped, kept = Net(), Net()
     for module, callbacks in ((dropped, [ExactResume()]), (kept, [ExactResume(), WeightEMA(0.8)])):
         first = First()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 from dlo_framework import placed_model
 from dlo_framework.checkpoint import load
@@ -21,15 +22,12 @@ from dlo_framework.rehearsal import trial_steps
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
-from dlo_plugins.distill.callback import Distill
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support import frozen_runs as runs
-from support.distill_runs import lm, seeded, sharp
-from support.frozen_runs import batches, make_trainer, slice_rows
 from support.fsdp_nets import Batches
-from support.late import DEVICE, LateStream, OnDevice
+from support.late import LateStream, OnDevice
 from support.runs import Watch
 
 
@@ -42,17 +40,6 @@ def teacher(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: Any) -> Path:
     return runs.make_teacher("images", tmp_path_factory.mktemp("images") / "version_0")
-
-
-class SaveAt(Callback):
-    """Saves a checkpoint after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def fit(kind: str, frozen: FrozenModel | None, **options: Any) -> tuple[Task, runs.Teacher | None, Any]:
@@ -165,7 +152,7 @@ def test_an_average_does_not_change_training_and_resumes_exactly(tmp_path: Path)
         callback = None if frozen is None else runs.Teacher(frozen)
         callbacks = [callback] if callback is not None else []
         again = None if save or frozen is None else str(tmp_path / "at2")
-        trainer = runs.make_trainer("auto", callbacks=[*([SaveAt(tmp_path / "at2", 2)] if save else []), *callbacks])
+        trainer = runs.make_trainer("auto", callbacks=[*([Watch(tmp_path / "at2", 2)] if save else []), *callbacks])
         # The same batch in each step: which one a resumed run begins with is not what is tested.
         trainer.fit(student, Batches([runs.batches("images")[0]] * 4), ckpt_path=again)
         students.append({name: value.detach() for name, value in student.named_parameters()})
@@ -272,15 +259,18 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
     "deepspeed_0": (lambda: DeepSpeedBridge(0), 2),
     "deepspeed_2": (lambda: DeepSpeedBridge(2), 2),
     "deepspeed_3": (lambda: DeepSpeedBridge(3, config=CUT), 2),
+    "zero2, a teacher in CPU memory": (lambda: OnDevice(2), 2),
+    "zero3, a teacher in CPU memory": (lambda: OnDevice(3), 2),
 }
 #: Strategies for language models alone.
-TEXT_ONLY = ("cp", "zero3_meta", "fsdp_meta")
+OFFLOADING = tuple(name for name in STRATEGIES if "teacher" in name)
+TEXT_ONLY = ("cp", "zero3_meta", "fsdp_meta", *OFFLOADING)
 #: Strategies that hold half of a model on each rank.
-HALVED = ("zero3", "zero3_offload", "zero3_meta", "fsdp", "fsdp_offload", "fsdp_meta", "deepspeed_3")
+HALVED = ("zero3", "zero3_offload", "zero3_meta", "fsdp", "fsdp_offload", "fsdp_meta", "deepspeed_3", OFFLOADING[1])
 CASES = [(name, kind) for name in STRATEGIES for kind in runs.TASKS if kind == "text" or name not in TEXT_ONLY]
 #: What runs each time, in one set of ranks: each way to divide a model; the others are slow. test_distill_ranks has
 #: images.
-SOME = [(name, "text") for name in ("ddp", "fsdp_offload", "tp_sequence", "pp")]
+SOME = [(name, "text") for name in ("ddp", "fsdp_offload", "tp_sequence", "pp", *OFFLOADING)]
 
 
 def _look(own: runs.Teacher, trainer: Any) -> None:
@@ -290,11 +280,21 @@ def _look(own: runs.Teacher, trainer: Any) -> None:
     if state is not None and state.context is not None and state.context.sequence is not None:
         own.found[-1] = state.context.gather(own.found[-1])
     own.notes["bytes"] = placed.held_bytes()
-    own.notes["names"] = sorted(placed.shards())
     if own.frozen.has_outputs and hasattr(placed.task, "head"):
         with own.frozen.head() as head:
             own.notes["logits"] = head.logits(own.found[-1].flatten(0, 1))
     assert placed.held_bytes() == own.notes["bytes"]
+
+
+@contextlib.contextmanager
+def _late_copies() -> Iterator[mock.Mock]:
+    """Has copies to the device arrive late; yields the function that starts them."""
+    streams = CopyStreams(LateStream(), LateStream())  # type: ignore[arg-type]
+    with (
+        mock.patch.object(placed_model, "copy_streams", return_value=streams) as start,
+        mock.patch.object(placed_model, "empty_host_tensor", lambda like, _: torch.empty_like(like, device="cpu")),
+    ):
+        yield start
 
 
 def _outputs(rank: int, world: int, folders: dict[str, str], cases: list[tuple[str, str]]) -> dict[str, Any]:
@@ -302,15 +302,17 @@ def _outputs(rank: int, world: int, folders: dict[str, str], cases: list[tuple[s
     for name, kind in cases:
         make, shares = STRATEGIES[name]
         torch.manual_seed(1)
-        callback = runs.Teacher(FrozenModel(folders[kind]))
+        callback = runs.Teacher(FrozenModel(folders[kind], offload=name in OFFLOADING))
         callback.look = _look
         trainer = runs.make_trainer(make(), world, [callback])
-        try:
-            trainer.fit(runs.TASKS[kind](lr=1e-2), runs.loader(kind, rank * shares // world, shares))
-        except Exception as error:
-            raise RuntimeError(f"{name} {kind}") from error
-        names = [name for name, _ in trainer.lightning_module.named_parameters()]
-        found[f"{name} {kind}"] = {"outputs": callback.found, "names_of_run": names, **callback.notes}
+        with _late_copies() as start:
+            try:
+                trainer.fit(runs.TASKS[kind](lr=1e-2), runs.loader(kind, rank * shares // world, shares))
+            except Exception as error:
+                raise RuntimeError(f"{name} {kind}") from error
+        # ZeRO's stage 3 offloads shards, by the machinery of its own models.
+        assert start.called == (name == OFFLOADING[0])
+        found[f"{name} {kind}"] = {"outputs": callback.found, **callback.notes}
     return found
 
 
@@ -339,7 +341,7 @@ def test_outputs_and_logits_equal_one_process_and_a_rank_holds_its_share_alone(
 ) -> None:
     shares, batches = STRATEGIES[name][1], runs.batches(kind)
     wholes = [runs.expected_outputs(kind, Path(folders[kind]), batch) for batch in batches]
-    share = 0.52 if name in HALVED else 0.75 if name in ("tp", "pp") else 1.01
+    share = 0.52 if name in HALVED else 0.75 if name in ("tp", "pp") else 1.1  # The tensors of a copy are aligned.
     for rank in range(2):
         found = ranks[rank][f"{name} {kind}"]
         assert found["bytes"] <= share * ranks[0][f"ddp {kind}"]["bytes"]
@@ -432,94 +434,3 @@ def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path
     back = _fit_average(strategy, 1, (0, 1), tmp_path / "zero3", resumes=True)
     for one, whole in zip(back, alone[-left:], strict=True):
         torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
-
-
-# A teacher in CPU memory on two ranks: losses and gradients of the student equal those of one on the device
-
-
-#: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
-STEPS = 3
-
-
-class OneOnDevice(SingleProcessStrategy):
-    @property
-    def root_device(self) -> torch.device:
-        return DEVICE
-
-
-OFFLOADING: dict[str, Callable[[], Any]] = {
-    "zero2": lambda: OnDevice(2),
-    "zero3": lambda: OnDevice(3),
-}
-
-
-class Notes(Callback):
-    """Notes each step's loss, and the student's gradients as the optimizer gets them."""
-
-    def __init__(self, teacher: FrozenModel) -> None:
-        self.teacher, self.losses, self.gradients, self.bytes = teacher, list[float](), list[torch.Tensor](), 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-        self.bytes = self.teacher.held_bytes()
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradient = parameter.grad
-                    self.gradients.append(getattr(gradient, "_local_tensor", gradient).detach().clone())
-
-
-def _fit(strategy: Any, rank: int, world: int, offload: bool) -> tuple[list[float], list[torch.Tensor], int, int]:
-    """Returns losses, gradients, the teacher's bytes on this rank, and the number of copies that were started."""
-    streams, started = CopyStreams(LateStream(), LateStream()), list[int]()  # type: ignore[arg-type]
-
-    def late_streams(device: torch.device) -> CopyStreams:
-        started.append(1)
-        return streams
-
-    teacher = FrozenModel(task=sharp(lm(4)), offload=offload)
-    notes, student = Notes(teacher), seeded(lm(2))
-    run: Trainer = make_trainer(strategy, world, [Distill(teacher, "kl", 2.0), notes], max_steps=STEPS)
-    rows = [slice_rows(batch, rank, world) for batch in batches("text", steps=STEPS)]
-    with (
-        mock.patch.object(placed_model, "copy_streams", late_streams),
-        mock.patch.object(placed_model, "empty_host_tensor", lambda like, _: torch.empty_like(like, device="cpu")),
-    ):
-        run.fit(student, Batches(rows))
-    return notes.losses, notes.gradients, notes.bytes, len(started)
-
-
-def _all(rank: int, world: int) -> dict[str, Any]:
-    found = {}
-    for name, make in OFFLOADING.items():
-        for offload in (False, True):
-            try:
-                found[name, offload] = _fit(make(), rank, world, offload)
-            except Exception as error:
-                raise RuntimeError(f"{name}, offload={offload}") from error
-    return found
-
-
-def check(plain: Any, offloaded: Any, copies: int) -> None:
-    losses, gradients, held, none = plain
-    again, same, held_offloaded, started = offloaded
-    assert len(losses) == STEPS
-    assert losses == again
-    assert gradients
-    assert any(gradient.abs().sum() > 0 for gradient in gradients)
-    for one, other in zip(gradients, same, strict=True):
-        assert torch.equal(one, other)
-    assert (none, started) == (0, copies)
-    assert held <= held_offloaded <= 1.1 * held  # The tensors of one copy are aligned.
-
-
-def test_a_teacher_in_cpu_memory_changes_no_loss_and_no_gradient() -> None:
-    # In a step: four blocks and what is outside of them, for the outputs; the latter again for the head.
-    copies = 6 * STEPS
-    check(_fit(OneOnDevice(), 0, 1, False), _fit(OneOnDevice(), 0, 1, True), copies)
-    for found in run_distributed(_all, 2, timeout=500):
-        for name in OFFLOADING:
-            # ZeRO's stage 3 offloads shards, by the machinery of its own models.
-            check(found[name, False], found[name, True], copies if name != "zero3" else 0)

@@ -169,10 +169,7 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
         (["--measure", "--machine", "cpu"], "--measure must come without --machine, got --machine cpu"),
         (["--gpus", "3", "--machine", "cpu", "--fix", "tp=3"], "tp must divide the 4 heads"),
         (["--gpus", "4", "--machine", "cpu", "--fix", "gather=bfloat16"], "--fix gather must be float32"),
-        (
-            ["--gpus", "4", "--machine", "cpu", "--fix", "recompute=rotor", "--trainer.callbacks", "Compile"],
-            "set its scope: blocks",
-        ),
+        (["--gpus", "4", "--fix", "recompute=rotor", "--trainer.callbacks", "Compile"], "set its scope: blocks"),
     ],
 )
 def test_bad_input_is_one_line_with_the_fix(
