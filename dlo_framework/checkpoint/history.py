@@ -73,21 +73,21 @@ def list_entries(folder: Path) -> list[Entry]:
 
 def read_entry(path: Path) -> Entry | None:
     """Reads a checkpoint's step, and none of its tensors."""
-    found = locate(path)
-    if found is None:
+    current_path = locate(path)
+    if current_path is None:
         return None
     try:
-        status = store_of(found).status(found)
+        status = store_of(current_path).status(current_path)
         assert status is not None
         if status.is_folder:
-            manifest = read_manifest(found)
+            manifest = read_manifest(current_path)
             return Entry(path, manifest.step, manifest.time, manifest.weights_only)
-        refuse_remote(found)
-        content = torch.load(found, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(found))
+        refuse_remote(current_path)
+        content = torch.load(current_path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(current_path))
         return Entry(path, int(content["global_step"]), status.time, "optimizer_states" not in content)
     except Exception as error:  # Damaged bytes raise anything.
         # At the head of the list, so that it is reported.
-        reason = str(error) if isinstance(error, DloError) else f"damaged checkpoint: cannot read {found}"
+        reason = str(error) if isinstance(error, DloError) else f"damaged checkpoint: cannot read {current_path}"
         return Entry(path, math.inf, 0.0, False, reason)
 
 
@@ -107,8 +107,8 @@ def newest_valid(
         but: Path to exclude.
     """
     behind = superseded(Path(folder))
-    found = [entry for entry in list_entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
-    for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
+    entries = [entry for entry in list_entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
+    for entry in sorted(entries, key=lambda entry: (entry.step, entry.time), reverse=True):
         problem = entry.problem or (None if entry.weights_only > weights_only else find_damage(entry.path, level))
         if problem is not None:
             warnings.warn(f"skipping {entry.path}: {problem}", stacklevel=2)
@@ -159,9 +159,9 @@ def note_resumption(path: str | Path) -> None:
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
-    found: list[Any] = []
+    notes: list[Any] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), store_of(folder).open(folder / RESUMED) as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):  # The file may have been edited by hand.
-                found.append(json.loads(line))
-    return [note for note in found if isinstance(note, dict)]
+                notes.append(json.loads(line))
+    return [note for note in notes if isinstance(note, dict)]

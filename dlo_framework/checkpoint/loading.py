@@ -187,17 +187,17 @@ def check(path: str | Path) -> None:
         DloError: if it is refused; it names the file and the newest valid checkpoint.
     """
     path = checkpoint_path(path)
-    found = locate(path)
-    if found is None:
+    current_path = locate(path)
+    if current_path is None:
         hint = did_you_mean(str(path), ["last", "best"])
         raise DloError(f"no checkpoint {path}{hint or ';'} choose an existing path, or 'last' or 'best'")
-    if store_of(found).status(found / STATE) is not None:
+    if store_of(current_path).status(current_path / STATE) is not None:
         _verify_or_offer(path, "size", None)
-        refuse_unsafe(found / STATE)
+        refuse_unsafe(current_path / STATE)
     else:
-        if not is_folder(found):
-            refuse_remote(found)
-        refuse_unsafe(found)
+        if not is_folder(current_path):
+            refuse_remote(current_path)
+        refuse_unsafe(current_path)
 
 
 def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str, Any]:
@@ -553,8 +553,8 @@ def load_from_checkpoint(
 
 def is_canonical(path: Any) -> bool:
     """Returns whether ``path`` is a canonical checkpoint, which is a folder."""
-    found = locate(path) if isinstance(path, str | Path) else None
-    return found is not None and is_folder_checkpoint(found)
+    current_path = locate(path) if isinstance(path, str | Path) else None
+    return current_path is not None and is_folder_checkpoint(current_path)
 
 
 def single_file(path: str | Path) -> io.BytesIO:

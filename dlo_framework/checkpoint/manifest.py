@@ -448,9 +448,9 @@ class _Shards:
     """
 
     def __init__(self, files: dict[str, dict[str, Any]], has_starts: bool) -> None:
-        found = {number: file for name, file in files.items() if (number := shard_number(name)) is not None}
-        self._starts = {number: int(file["data"]) if has_starts else 0 for number, file in found.items()}
-        self._sizes = {number: file["bytes"] - self._starts[number] for number, file in found.items()}
+        by_number = {number: file for name, file in files.items() if (number := shard_number(name)) is not None}
+        self._starts = {number: int(file["data"]) if has_starts else 0 for number, file in by_number.items()}
+        self._sizes = {number: file["bytes"] - self._starts[number] for number, file in by_number.items()}
         _check(min(self._starts.values(), default=0) >= 0, "a shard's data begin before its file")
         self._least: dict[range, int] = {}
 
@@ -458,8 +458,8 @@ class _Shards:
         """Returns a tensor, whose chunks are checked to fit in their files and to tile it."""
         shape, element, runs = tuple(map(int, content["shape"])), dtype_of(content["dtype"]).itemsize, []
         for entry in content["chunks"]:
-            shard, begin, offsets, sizes, *run = _of_format_1(entry, element) if isinstance(entry, dict) else entry
-            length, dim, stride = map(int, run or (1, 0, 1))
+            shard, begin, offsets, sizes, *repeat = _of_format_1(entry, element) if isinstance(entry, dict) else entry
+            length, dim, stride = map(int, repeat or (1, 0, 1))
             box = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
             _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has another number of dims")
             _check(min(box.sizes, default=1) > 0 and length > 0, f"a chunk of '{name}' is empty")
@@ -468,10 +468,10 @@ class _Shards:
                 f"the chunks of '{name}' follow each other along a dim that it does not have",
             )
             _check(stride > 0, f"the chunks of a run of '{name}' are in one file")
-            found = Run(box, int(shard), int(begin), length, dim, stride)
-            room = self._smallest_size(name, found.shards)
-            _check(0 <= found.begin <= room - box.numel * element, f"'{name}' is outside its file")
-            runs.append(found)
+            run = Run(box, int(shard), int(begin), length, dim, stride)
+            room = self._smallest_size(name, run.shards)
+            _check(0 <= run.begin <= room - box.numel * element, f"'{name}' is outside its file")
+            runs.append(run)
         _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
         _check(is_tiling(shape, [run.union for run in runs]), f"the chunks of '{name}' do not tile it")
         return SavedTensor(content["dtype"], shape, Runs(runs, element, self._starts))

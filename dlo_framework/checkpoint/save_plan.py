@@ -55,12 +55,12 @@ class PackedInventory(NamedTuple):
 
 
 def local_inventory(
-    found: Iterable[tuple[TensorLocation, Shard]],
+    tensors: Iterable[tuple[TensorLocation, Shard]],
 ) -> tuple[list[InventoryEntry], dict[tuple[Key, Box], Tensor]]:
     """Returns this rank's inventory and the elements of each box."""
     holdings: list[InventoryEntry] = []
     elements: dict[tuple[Key, Box], Tensor] = {}
-    for place, shard in found:
+    for place, shard in tensors:
         key = (place.group, place.name)
         held = [(box, tensor) for box, tensor in held_boxes(shard.detach()) if box.numel > 0]
         elements |= {(key, box): tensor for box, tensor in held}
@@ -338,11 +338,11 @@ def _runs(
     starts = np.concatenate([np.zeros(min(1, len(tensor)), np.int64), np.flatnonzero(~links) + 1])
     lengths = np.diff(np.append(starts, len(tensor)))
     strides = np.append(strides, 1)[starts]
-    found: list[list[Run]] = [[] for _ in range(tensors)]
+    runs: list[list[Run]] = [[] for _ in range(tensors)]
     columns = (tensor[starts], box[starts], writer[starts], begin[starts], lengths, dim_of[starts], strides)
     for of, number, shard, at, length, *rest in zip(*(column.tolist() for column in columns), strict=True):
-        found[of].append(Run(boxes[number], shard, at, length, *(rest if length > 1 else ())))
-    return found
+        runs[of].append(Run(boxes[number], shard, at, length, *(rest if length > 1 else ())))
+    return runs
 
 
 def _links(after: Numbers, tensor: Numbers, box: Numbers, writer: Numbers, begin: Numbers) -> NDArray[np.bool_]:

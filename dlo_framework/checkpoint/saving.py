@@ -306,7 +306,7 @@ class _SavePlanner:
 
     def __init__(self, checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup | None) -> None:
         # On rank 0 the other ranks' plain values and marks are added to the tree.
-        self._rest, self._found = extract_tensors(checkpoint)
+        self._rest, self._tensors = extract_tensors(checkpoint)
         self._path, self._group = path, group
         self._rank, self._size = rank_of(group), size_of(group)
         self._elements: dict[tuple[Key, Box], Tensor] = {}
@@ -337,7 +337,7 @@ class _SavePlanner:
         return Prepared(self._path, file, known.plan, need, elements, rest, about)
 
     def _take_inventory(self) -> _Report:
-        self._holdings, self._elements = local_inventory(self._found)
+        self._holdings, self._elements = local_inventory(self._tensors)
         self._extras = optimizer_extras(self._rest)
         values = dict(self._extras["values"])
         content = repr((self._size, self._rank, self._holdings, list(values), self._extras["groups"]))

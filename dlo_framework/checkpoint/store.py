@@ -121,10 +121,10 @@ class LocalStore(CheckpointStore):
     def status(self, path: Path) -> FileStatus | None:
         """Returns the status of what a path leads to, also by a link."""
         try:
-            found = os.stat(path)
+            stat_result = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return FileStatus(stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime)
+        return FileStatus(stat.S_ISDIR(stat_result.st_mode), stat_result.st_size, stat_result.st_mtime)
 
     def list(self, folder: Path) -> list[str]:
         """Returns the names in a folder."""
@@ -398,10 +398,10 @@ def recover(folder: str | Path) -> None:
 
 def recover_one(path: Path) -> None:
     """Finishes or removes the leftovers of one checkpoint."""
-    store, found = store_of(path), locate(path)
-    if found is not None and found != path:
+    store, current_path = store_of(path), locate(path)
+    if current_path is not None and current_path != path:
         with contextlib.suppress(FileNotFoundError):  # Another rank of the same start was faster.
-            store.rename(found, path)
+            store.rename(current_path, path)
         store.sync(path.parent)
     for suffix in (PARTIAL, OLD, REMOVED):
         store.remove(leftover_path(path, suffix))
@@ -437,7 +437,7 @@ def _is_finished(folder: Path) -> bool:
         return status is not None and folder.name.endswith(OLD)
     try:
         recorded = read_manifest(folder).files
-        found = {name: store.status(folder / name) for name in recorded}
-        return all(file is not None and file.bytes == recorded[name]["bytes"] for name, file in found.items())
+        statuses = {name: store.status(folder / name) for name in recorded}
+        return all(file is not None and file.bytes == recorded[name]["bytes"] for name, file in statuses.items())
     except (DloError, OSError):
         return False

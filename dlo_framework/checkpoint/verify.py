@@ -68,13 +68,13 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     Raises:
         DloError: if there is none, its manifest is missing or damaged, or it is a single file in another store.
     """
-    found = locate(path)
-    if found is None:
+    current_path = locate(path)
+    if current_path is None:
         raise DloError(f"no checkpoint {path}")
-    if is_folder(found):
-        return OpenCheckpoint(found, read_manifest(found))
-    refuse_remote(found)
-    return OpenCheckpoint(found, None)
+    if is_folder(current_path):
+        return OpenCheckpoint(current_path, read_manifest(current_path))
+    refuse_remote(current_path)
+    return OpenCheckpoint(current_path, None)
 
 
 def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | None = None) -> OpenCheckpoint:

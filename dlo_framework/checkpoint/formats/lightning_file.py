@@ -106,11 +106,11 @@ def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
             continue
         shapes = {number: _shape(optimizer["state"].get(number, {})) for number in numbers}
         groups = [[shapes[number] for number in group["params"]] for group in optimizer["param_groups"]]
-        found = match_by_shape([weights[name] for name in floating], groups)
-        if isinstance(found, str):
-            notes.append(f"optimizer {index}: {found}; its state stays numbered")
+        match = match_by_shape([weights[name] for name in floating], groups)
+        if isinstance(match, str):
+            notes.append(f"optimizer {index}: {match}; its state stays numbered")
             continue
-        names = dict(zip(numbers, (floating[place] for group in found for place in group), strict=True))
+        names = dict(zip(numbers, (floating[place] for group in match for place in group), strict=True))
         optimizer["state"] = {names[number]: state for number, state in optimizer["state"].items()}
         for group in optimizer["param_groups"]:
             group["params"] = [names[number] for number in group["params"]]

@@ -55,13 +55,13 @@ def to_single_file(source: Path, target: Path) -> Path:
     """
     for path in (target, state_file_of(target)):
         check_new_file(path)
-    found, manifest = verify(source)
+    folder, manifest = verify(source)
     assert manifest is not None
-    rest = read_state(found / STATE)
+    rest = read_state(folder / STATE)
     tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
     # A group may be a path with slashes in it.
     flat = {f"{quote(group, safe='.')}/{name}": (group, name) for group, name in tensors}
-    everything = LazyStateDict(TensorReader(found, tensors), flat, title=str(source))
+    everything = LazyStateDict(TensorReader(folder, tensors), flat, title=str(source))
     write_safetensors(everything, target, {_KIND: _WHOLE})
     with _whole_file(state_file_of(target)) as file:
         write_state(file, rest)
