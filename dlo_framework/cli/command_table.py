@@ -76,10 +76,10 @@ _OTHER_WORDS = {
 
 def installed_commands() -> dict[str, list[metadata.EntryPoint]]:
     """Returns the commands of installed distributions by name; two of one name are a conflict."""
-    found: dict[str, list[metadata.EntryPoint]] = {}
+    commands: dict[str, list[metadata.EntryPoint]] = {}
     for point in sorted(installed_points().select(group=GROUP), key=lambda point: point.name):
-        found.setdefault(point.name, []).append(point)
-    return found
+        commands.setdefault(point.name, []).append(point)
+    return commands
 
 
 def load_command(name: str) -> Callable[[list[str]], int | None]:

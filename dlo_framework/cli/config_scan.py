@@ -92,12 +92,12 @@ def translate_options(options: Iterable[tuple[str, str | None]]) -> Iterator[tup
     """
     points = installed_points().select(group=OPTIONS_GROUP)
     for option, value in options:
-        found = [point for point in points if option == f"--{point.name}"]
-        if len(found) > 1:
-            origins = " and in ".join(sorted(map(format_origin, found)))
+        matches = [point for point in points if option == f"--{point.name}"]
+        if len(matches) > 1:
+            origins = " and in ".join(sorted(map(format_origin, matches)))
             raise DloError(f"option names must be unique, got '{option}' in {origins}; uninstall one")
-        if found:
-            yield from load_function(found[0], "option")(value or "").items()
+        if matches:
+            yield from load_function(matches[0], "option")(value or "").items()
         else:
             yield option, value
 
@@ -238,9 +238,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         self.allow_abbrev = False  # An abbreviation could be meant for `dlo fit`.
         options, words = self.parse_known_args(argv)
-        found = scan(["fit", *words])
-        if not found.configs:
+        config_scan = scan(["fit", *words])
+        if not config_scan.configs:
             raise DloError(
                 f"{self.prog.removeprefix('dlo ')}: --config must name a config, got none; add --config x.yaml"
             )
-        return options, found
+        return options, config_scan

@@ -34,16 +34,16 @@ from dlo_framework.watch.state_bytes import paper_bytes
 MEMORY_GROUP = "dlo_framework.memory"
 
 
-def describe_run(found: ConfigScan) -> None:
+def describe_run(config_scan: ConfigScan) -> None:
     """Prints the description of a run.
 
     Args:
-        found: Scanned command line of the run.
+        config_scan: Scanned command line of the run.
 
     Raises:
         DloError: If a check refuses the run.
     """
-    cli = DloCLI(found, "dlo fit --dry-run")
+    cli = DloCLI(config_scan, "dlo fit --dry-run")
     cli.find_checkpoint()
     path, _ = find_start_checkpoint(cli.options.ckpt_path, cli.runs, trains=cli.command == "fit")
     cli.build()
@@ -115,10 +115,10 @@ def _describe_memory(
             yield f"  {part.replace('_', ' ')}", format_bytes(size)
         return
     shards, masters = axes.get("dp_shard", ranks), strategy.has_master_weights
-    found = paper_bytes(trained, shards, strategy.zero_stage, frozen=frozen, masters=masters)
-    yield "  parameters", f"{format_bytes(found.parameters)} a rank"
-    yield "  gradients", f"{format_bytes(found.gradients)} a rank"
-    yield "  optimizer", f"{format_bytes(found.optimizer)} a rank, with Adam's two states"
+    state_bytes = paper_bytes(trained, shards, strategy.zero_stage, frozen=frozen, masters=masters)
+    yield "  parameters", f"{format_bytes(state_bytes.parameters)} a rank"
+    yield "  gradients", f"{format_bytes(state_bytes.gradients)} a rank"
+    yield "  optimizer", f"{format_bytes(state_bytes.optimizer)} a rank, with Adam's two states"
     working = format_bytes(sum(predicted.get(part, 0.0) for part in ("activations", "working", "loss")))
     yield "  activations", f"{working} a rank, predicted" if predicted else f"not predicted: {reason}"
 

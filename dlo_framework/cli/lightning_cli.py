@@ -311,13 +311,13 @@ class DloCLI(LightningCLI):
         return self._parser(self.command).dump(config, skip_unset=False)
 
 
-def run_command(found: ConfigScan) -> None:
+def run_command(config_scan: ConfigScan) -> None:
     """Runs ``fit``, ``validate``, ``test`` or ``predict``, the first of a command line's words.
 
     Raises:
         DloError: If a part or a check refuses the run.
     """
-    cli = DloCLI(found)
+    cli = DloCLI(config_scan)
     cli.find_checkpoint()
     cli.build()
     check_data(cli.model, cli.datamodule, cli.command)

@@ -37,13 +37,13 @@ KINDS = {
 }
 
 
-def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry) -> DloError:
+def explain_parse_error(error: ParseError, config_scan: ConfigScan, registry: Registry) -> DloError:
     """Returns the message for a command line or config that the parser refused."""
     cause = dlo_error_in(error)
     if cause is not None:
         return cause
     known = error.known_keys
-    for path, config in found.configs.items():
+    for path, config in config_scan.configs.items():
         fault = next(_find_faults(config, known, registry), None)
         if fault:
             return DloError(f"{path}: {fault}")
@@ -61,10 +61,10 @@ def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry
         return DloError(_explain_required(keys, required.group(1), given))
     stray = re.search(r"unrecognized arguments: (\S+)", str(error))
     if stray:
-        return DloError(_explain_unknown_option(stray.group(1).split("=")[0], known, found, registry))
+        return DloError(_explain_unknown_option(stray.group(1).split("=")[0], known, config_scan, registry))
     nested = re.match(r"NestedArg\(key='([^']+)'", given)
     if nested:
-        return DloError(_explain_unknown_argument(keys, nested.group(1), found, registry))
+        return DloError(_explain_unknown_argument(keys, nested.group(1), config_scan, registry))
     if keys in KINDS and not given.startswith(("Namespace(", "{'")):
         with contextlib.suppress(DloError):
             parse_yaml(given, f"--{keys}")
@@ -162,8 +162,8 @@ def _find_option_class(cls: type, name: str) -> type | None:
                 hint = typing.get_type_hints(base.__init__)[name]  # type: ignore[misc]
             except NameError:
                 return None
-            found = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
-            return found[0] if len(found) == 1 and _has_options(found[0]) else None
+            types = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
+            return types[0] if len(types) == 1 and _has_options(types[0]) else None
     return None
 
 
@@ -187,10 +187,10 @@ def find_class(class_path: str, kind: str | None, registry: Registry) -> type | 
     if "." not in class_path:
         if class_path in registry.names(kind):
             return registry.load(class_path, kind)
-        found = _list_imported_subclasses(kind).get(class_path)
-        if found is None and kind is not None:
+        cls = _list_imported_subclasses(kind).get(class_path)
+        if cls is None and kind is not None:
             raise registry.unknown(class_path, kind, others=_list_imported_names(kind))
-        return found
+        return cls
     registry.allow_class_path(class_path)
     module, name = class_path.rsplit(".", 1)
     try:
@@ -200,21 +200,21 @@ def find_class(class_path: str, kind: str | None, registry: Registry) -> type | 
     if not hasattr(home, name):
         classes = [other for other, item in vars(home).items() if inspect.isclass(item)]
         raise DloError(f"class_path '{class_path}': {module} has no {name}{did_you_mean(name, classes)}")
-    found = getattr(home, name)
-    return found if inspect.isclass(found) else None
+    attribute = getattr(home, name)
+    return attribute if inspect.isclass(attribute) else None
 
 
 def _list_imported_names(kind: str) -> list[str]:
     """Returns the short names of imported classes of a kind that a config may want: Lightning's and users' own."""
-    found = _list_imported_subclasses(kind).items()
-    wanted = [(name, cls) for name, cls in found if not name.startswith("_") and not inspect.isabstract(cls)]
+    subclasses = _list_imported_subclasses(kind).items()
+    wanted = [(name, cls) for name, cls in subclasses if not name.startswith("_") and not inspect.isabstract(cls)]
     return [name for name, cls in wanted if not cls.__module__.startswith("dlo_")]
 
 
-def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: Registry) -> str:
+def _explain_unknown_argument(key: str, name: str, config_scan: ConfigScan, registry: Registry) -> str:
     """Returns the message for ``--model.init_args.lrr``, with the nearest argument of the class under the key."""
     name = name.removeprefix("init_args.")
-    given = _find_class_path(key, found)
+    given = _find_class_path(key, config_scan)
     alias = next((plugin for plugin in registry.plugins() if given in plugin.names and given != plugin.name), None)
     if alias is not None:
         return (
@@ -226,7 +226,7 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
     (option, _, field), owner = name.partition("."), cls
     if cls is None and "." in key:  # An option of the class under the key above, such as `model.lora`.
         above, _, option = key.rpartition(".")
-        named, field = _find_class_path(above, found), name
+        named, field = _find_class_path(above, config_scan), name
         owner = find_class(named, KINDS.get(above), registry) if named else None
     inner = _find_option_class(owner, option) if owner is not None and field else None
     if inner is not None:
@@ -234,29 +234,29 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
     if cls is None or not accepted:
         return f"unknown key '{key}.{name}'"
     if name == "init_args":  # --model.init_args '{width: 32, lrr: 1}'
-        name = next((each for each in _find_given_options(key, found) if each not in accepted), name)
+        name = next((each for each in _find_given_options(key, config_scan) if each not in accepted), name)
     return _format_unknown(f"{key}.{name}", name, cls, accepted)
 
 
-def _find_given_options(key: str, found: ConfigScan) -> list[str]:
+def _find_given_options(key: str, config_scan: ConfigScan) -> list[str]:
     """Returns the names in a mapping that the command line gives as all options of a key."""
-    for number, word in enumerate(found.argv):
+    for number, word in enumerate(config_scan.argv):
         option, _, value = word.partition("=")
         if option == f"--{key}.init_args":
-            text = value or "".join(found.argv[number + 1 : number + 2])
+            text = value or "".join(config_scan.argv[number + 1 : number + 2])
             with contextlib.suppress(yaml.YAMLError):
                 options = load_yaml(text, option)
                 return list(map(str, options)) if isinstance(options, dict) else []
     return []
 
 
-def _find_class_path(key: str, found: ConfigScan) -> str:
+def _find_class_path(key: str, config_scan: ConfigScan) -> str:
     """Returns the class that the command line, or else the last config, names under a key; the last of a list."""
-    words = found.argv
+    words = config_scan.argv
     for position in reversed(range(len(words) - 1)):
         if words[position].rstrip("+") in (f"--{key}", f"--{key}.class_path"):
             return words[position + 1]
-    for config in reversed(found.configs.values()):
+    for config in reversed(config_scan.configs.values()):
         value = get_value(config, key)
         value = value[-1] if isinstance(value, list) and value else value
         value = value.get("class_path") if isinstance(value, dict) else value
@@ -333,21 +333,20 @@ def _find_meant(name: str, keys: list[str]) -> list[str]:
     return list(dict.fromkeys([*([meant] if meant.split(" ")[0] in keys else []), *same]))
 
 
-def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, registry: Registry) -> str:
+def _explain_unknown_option(option: str, known: list[str], config_scan: ConfigScan, registry: Registry) -> str:
     """Returns the message for an option that does not exist, with the key of the config's classes that is meant."""
     if not option.startswith("-"):
         is_config = option.endswith((".yaml", ".yml")) or option in list_shipped_configs()
         return f"an option must begin with --, got '{option}'" + (f"; write --config {option}" if is_config else "")
     name = option.lstrip("-")
     for key in KINDS:  # `--model.init_args.lora.rnk`, whose class takes `lora` as a whole.
-        owner = next(
-            (each for each in found.argv if re.fullmatch(rf"--{key}(\.init_args)?\.{re.escape(name)}(=.*)?", each)), ""
-        )
+        pattern = rf"--{key}(\.init_args)?\.{re.escape(name)}(=.*)?"
+        owner = next((word for word in config_scan.argv if re.fullmatch(pattern, word)), "")
         if owner and "." in name:
-            return _explain_unknown_argument(key, name, found, registry)
+            return _explain_unknown_argument(key, name, config_scan, registry)
     keys = list(known)
     for part in ("model", "data"):
-        given = _find_class_path(part, found)
+        given = _find_class_path(part, config_scan)
         with contextlib.suppress(DloError):  # The message is on the option.
             cls = find_class(given, KINDS[part], registry) if given else None
             keys += [f"{part}.{parameter}" for parameter in (list_parameters(cls) if cls is not None else None) or ()]
@@ -389,8 +388,8 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
     expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:
         # Each value may also be the path of a file with it, which is not what is meant.
-        found = [_simplify_type(text) for text in expected if "NoneType" not in text and not text.startswith("path")]
-        types = " or ".join(found) or "another value"
+        names = [_simplify_type(text) for text in expected if "NoneType" not in text and not text.startswith("path")]
+        types = " or ".join(names) or "another value"
         hint = did_you_mean(given, re.findall(r"'([^']+)'", types)) if types.startswith("one of ") else ""
         return f"{keys} must be {types}, got {given!r}{hint}"
     return " ".join(message.split())
@@ -408,5 +407,5 @@ def _simplify_type(text: str) -> str:
     choices = re.match(r"typing\.Literal\[(.*)\]", text)
     if choices:
         return f"one of {choices.group(1)}"
-    found = re.search(r"<class '([^']+)'>", text)
-    return found.group(1) if found else text.strip()
+    match = re.search(r"<class '([^']+)'>", text)
+    return match.group(1) if match else text.strip()

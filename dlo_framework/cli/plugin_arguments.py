@@ -52,10 +52,10 @@ def place_callback_options(argv: list[str], configs: Mapping[str, Any], registry
     changed: set[int] = set()
     removed: set[int] = set()
     for place, word in enumerate(argv[:-1]):
-        found = _OPTION.fullmatch(word)
-        if found is None or found[2] == "class_path":
+        match = _OPTION.fullmatch(word)
+        if match is None or match[2] == "class_path":
             continue
-        name, option = found.groups()
+        name, option = match.groups()
         reached = _reached_lists(argv, lists, len(argv) if name else place)
         if not name and (not reached or argv[reached[0]].endswith("+")):
             continue  # It is the last callback's, which the command line has just added.
@@ -79,24 +79,24 @@ def _read_list(word: str, value: str, configs: Mapping[str, Any]) -> list[Any]:
     """Returns the callbacks that an option sets or adds, or that its config has."""
     if word in _CONFIG:
         config = configs.get(value)
-        found = get_value(config, _PATH) or get_value(config, f"{_PATH}+")
+        callbacks = get_value(config, _PATH) or get_value(config, f"{_PATH}+")
     elif word in (_KEY, f"{_KEY}+"):
-        found = value
+        callbacks = value
         with contextlib.suppress(yaml.YAMLError):  # The parser reports it.
-            found = load_yaml(value, word)
+            callbacks = load_yaml(value, word)
     else:
         return []
-    return found if isinstance(found, list) else [found] if found else []
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 def _reached_lists(argv: list[str], lists: Mapping[int, Any], end: int) -> list[int]:
     """Returns the places of the lists that are in effect before a place, the last one first."""
-    found: list[int] = []
+    places: list[int] = []
     for place in sorted((place for place in lists if place < end), reverse=True):
-        found.append(place)
+        places.append(place)
         if not argv[place].endswith("+"):
             break
-    return found
+    return places
 
 
 def _name_of(item: Any) -> str:
@@ -155,15 +155,15 @@ def expand_arguments(argv: list[str], class_paths: Mapping[str, str]) -> list[st
         argv: Arguments, such as ``--trainer.strategy.class_path FSDPStrategy`` or ``--data=DigitsData``.
         class_paths: Full class path of each short name.
     """
-    found = list(argv)
+    expanded = list(argv)
     for number, word in enumerate(argv):
         option, joined, value = word.partition("=")
         before = argv[number - 1] if number else ""
         if joined and value in class_paths and _names_a_class(option):
-            found[number] = f"{option}={class_paths[value]}"
+            expanded[number] = f"{option}={class_paths[value]}"
         elif word in class_paths and _names_a_class(before):
-            found[number] = class_paths[word]
-    return found
+            expanded[number] = class_paths[word]
+    return expanded
 
 
 def _names_a_class(option: str) -> bool:

@@ -46,19 +46,19 @@ def run(argv: list[str]) -> int:
         DloError: If the input is invalid, before processes start or data loads.
     """
     # Before the imports, which take five seconds: a missing file is reported at once.
-    found = scan(["--help" if word == HELP_ALL else word for word in argv if word != DRY_RUN])
+    config_scan = scan(["--help" if word == HELP_ALL else word for word in argv if word != DRY_RUN])
 
     def build() -> None:
         if DRY_RUN in argv:
             from dlo_framework.cli.dry_run import describe_run
 
-            describe_run(found)
+            describe_run(config_scan)
             return
         from dlo_framework.cli.lightning_cli import run_command
 
-        run_command(found)
+        run_command(config_scan)
 
-    return train(found, build)
+    return train(config_scan, build)
 
 
 def train(found: ConfigScan, build: Callable[[], None]) -> int:
@@ -159,7 +159,7 @@ def prepared_process(found: ConfigScan) -> Iterator[None]:
 def summarize_mismatch(message: str) -> str:
     """Returns torch's list of keys as one sentence: how many are missing, unexpected, or of another size."""
     lists = [re.search(rf"{kind} key\(s\) in state_dict: (.*)", message) for kind in ("Missing", "Unexpected")]
-    counts = [found.group(1).count('"') // 2 if found else 0 for found in lists]
+    counts = [match.group(1).count('"') // 2 if match else 0 for match in lists]
     sizes = message.count("size mismatch for")
     return (
         "the checkpoint must be of the config's model, got another:"
@@ -167,7 +167,7 @@ def summarize_mismatch(message: str) -> str:
     )
 
 
-def _load_plugins(found: ConfigScan) -> Registry:
+def _load_plugins(config_scan: ConfigScan) -> Registry:
     """Imports the plug-ins that the command names, and sets which other classes a config may name."""
     import jsonargparse
 
@@ -181,14 +181,14 @@ def _load_plugins(found: ConfigScan) -> Registry:
 
     registry = Registry()
     registry.discover()
-    for spec in found.plugins:
+    for spec in config_scan.plugins:
         registry.load_user_module(spec)
-    named = registry.find_named(found.strings)
+    named = registry.find_named(config_scan.strings)
     for plugin in named:
         registry.load(plugin.name, plugin.kind)
     prefer_plugins(named)
-    found.argv[:] = place_callback_options(found.argv, found.configs, registry)
-    found.argv[:] = expand_arguments(found.argv, get_class_paths(named))
+    config_scan.argv[:] = place_callback_options(config_scan.argv, config_scan.configs, registry)
+    config_scan.argv[:] = expand_arguments(config_scan.argv, get_class_paths(named))
     jsonargparse.set_parsing_settings(
         import_path_denylist=registry.denied_import_paths(),
         import_path_allowlist=registry.allowed_import_paths(),
@@ -256,22 +256,22 @@ def load_config(*configs: str | Path, options: Mapping[str, Any] | None = None) 
         raise DloError("load_config must get a config, got none; pass a path or a name, such as 'quickstart'")
     words = [word for config in configs for word in ("--config", str(config))]
     words += [f"--{key}={_to_text(value)}" for key, value in (options or {}).items()]
-    found = scan(["fit", *words])
-    with prepared_process(found):
-        return _build(found)
+    config_scan = scan(["fit", *words])
+    with prepared_process(config_scan):
+        return _build(config_scan)
 
 
 def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)
 
 
-def _build(found: ConfigScan) -> LoadedConfig:
+def _build(config_scan: ConfigScan) -> LoadedConfig:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.cli.lightning_cli import DloCLI
     from dlo_framework.trainer import Trainer
 
-    cli = DloCLI(found, "load_config")
+    cli = DloCLI(config_scan, "load_config")
     if cli.options.ckpt_path:
         raise DloError("load_config: ckpt_path must be unset; pass it to fit, validate, test or predict")
     try:

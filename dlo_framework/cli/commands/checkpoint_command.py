@@ -106,10 +106,10 @@ def _find_run(run: str | None) -> Path:
 
     root = Path("runs")
     if run is None:
-        found = [path for path in root.glob("*/version_*") if (path / runs.CHECKPOINTS).is_dir()]
-        if not found:
+        versions = [path for path in root.glob("*/version_*") if (path / runs.CHECKPOINTS).is_dir()]
+        if not versions:
             raise DloError(f"--run must name a run, got none, and there is none in {root.absolute()}; set --run FOLDER")
-        return max(found, key=lambda path: (path / runs.CHECKPOINTS).stat().st_mtime)
+        return max(versions, key=lambda path: (path / runs.CHECKPOINTS).stat().st_mtime)
     folders = [path for path in (Path(run), root / run) if path.is_dir()]
     # A folder of another kind, such as the data, may have the run's name.
     holds = [path for path in folders if runs.versions(path) or (path / runs.CHECKPOINTS).is_dir()]
@@ -124,12 +124,12 @@ def _find(path: Path) -> Path:
     """Returns the current path of a checkpoint: a folder in any store, or a single file on a file system."""
     from dlo_framework.checkpoint.store import is_folder, locate, refuse_remote
 
-    found = locate(path)
-    if found is None:
+    current_path = locate(path)
+    if current_path is None:
         raise DloError(f"no checkpoint {path}; choose an existing path, or 'last' or 'best'")
-    if not is_folder(found):
-        refuse_remote(found)
-    return found
+    if not is_folder(current_path):
+        refuse_remote(current_path)
+    return current_path
 
 
 def _verify(path: Path, level: Any) -> int:
@@ -145,23 +145,23 @@ def _convert(path: Path, target: Path) -> int:
     from dlo_framework.checkpoint.formats import find_importer, lightning_file, safetensors_file
     from dlo_framework.checkpoint.store import is_folder, is_folder_checkpoint, refuse_remote
 
-    found = _find(path)
-    is_file = not is_folder(found)
-    known = found.suffix == ".safetensors" if is_file else is_folder_checkpoint(found)
+    current_path = _find(path)
+    is_file = not is_folder(current_path)
+    known = current_path.suffix == ".safetensors" if is_file else is_folder_checkpoint(current_path)
     if not known:
-        refuse_remote(found, "another program's checkpoint")
+        refuse_remote(current_path, "another program's checkpoint")
     importer = None
     try:
-        importer = None if known else find_importer(found)
+        importer = None if known else find_importer(current_path)
     except DloError as error:  # A broken importer does not stop the conversion of Lightning's own files.
-        if found.suffix != ".ckpt":
+        if current_path.suffix != ".ckpt":
             raise
         print(f"note: {error}", file=sys.stderr)
     if importer is not None:
         if target.suffix == ".safetensors":
             kind = f"{importer.name} {'file' if is_file else 'folder'}"
             raise DloError(f"TARGET must be a folder for the {kind} {path}, got {target}; remove the ending")
-        for note in importer.convert(found, target):
+        for note in importer.convert(current_path, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
     elif target.suffix == ".safetensors":
@@ -251,16 +251,16 @@ def _read_manifest(path: Path) -> Manifest:
     from dlo_framework.checkpoint.loading import read_file
     from dlo_framework.checkpoint.verify import open_checkpoint
 
-    found, manifest = open_checkpoint(path)
+    current_path, manifest = open_checkpoint(path)
     if manifest is not None:
         return manifest
     if path.suffix == ".safetensors":
         from dlo_framework.checkpoint.formats.safetensors_file import manifest_of_file
 
-        return manifest_of_file(found)
+        return manifest_of_file(current_path)
     from dlo_framework.checkpoint.formats.lightning_file import manifest_of_lightning
 
-    return manifest_of_lightning(read_file(found, mmap=True), found)
+    return manifest_of_lightning(read_file(current_path, mmap=True), current_path)
 
 
 def _to_json(group: str, name: str, tensor: Any) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def _add_words(
 def make_preamble() -> dict[str, str]:
     """Returns the shell functions that the completion calls, by shell."""
     words = {_CONFIG: " ".join(list_shipped_configs()), _START: "last best auto", _CHECKPOINT: "last best"}
-    bash = [f'{name}() {{\n  compgen -W "{found}" -- "$1"\n  compgen -f -- "$1"\n}}' for name, found in words.items()]
-    zsh = [f"{name}() {{\n  compadd -- {found}\n  _files\n}}" for name, found in words.items()]
+    bash = [
+        f'{name}() {{\n  compgen -W "{choices}" -- "$1"\n  compgen -f -- "$1"\n}}' for name, choices in words.items()
+    ]
+    zsh = [f"{name}() {{\n  compadd -- {choices}\n  _files\n}}" for name, choices in words.items()]
     return {"bash": "\n".join(bash), "zsh": "\n".join(zsh)}

@@ -176,12 +176,12 @@ def _read(target: str) -> ClassSource | None:
 
 def _defaults_of(source: ClassSource | None) -> dict[str, Any]:
     """Returns the literal defaults of a class's constructor."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for parameter in source.parameters if source is not None else ():
         if parameter.default is not None:
             with contextlib.suppress(ValueError, SyntaxError):
-                found[parameter.name] = ast.literal_eval(parameter.default)
-    return found
+                defaults[parameter.name] = ast.literal_eval(parameter.default)
+    return defaults
 
 
 def _same(default: Any, value: Any) -> bool:

@@ -15,9 +15,9 @@ def main(argv: list[str]) -> int:
     if name:
         print(Path(resolve_config(name)).read_text(), end="")
         return 0
-    found = list_shipped_configs()
-    width = max(map(len, found), default=0)
-    for key, path in found.items():
+    configs = list_shipped_configs()
+    width = max(map(len, configs), default=0)
+    for key, path in configs.items():
         print(f"{key:<{width}}  {read_first_comment(path)}")
     return 0
 

@@ -97,9 +97,9 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("gpu", "note", f"none ({f'torch is built for {built}, ' if built else ''}runs use the CPU)")
         return
     for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
+        properties = torch.cuda.get_device_properties(number)
         bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
-        yield Finding(f"gpu {number}", "ok", f"{found.name}, {format_bytes(found.total_memory)}, {bf16}")
+        yield Finding(f"gpu {number}", "ok", f"{properties.name}, {format_bytes(properties.total_memory)}, {bf16}")
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
     yield Finding("nccl", "ok" if nccl else "fails", nccl or "torch has none; install a build of torch with NCCL")
     yield from _check_links()
@@ -198,12 +198,12 @@ def missing_extras() -> dict[str, list[str]]:
     extras = [
         name for name in metadata.metadata("dlo_framework").get_all("Provides-Extra") or () if name not in _INTERNAL
     ]
-    found: dict[str, list[str]] = {}
+    missing: dict[str, list[str]] = {}
     for extra in sorted(extras):
         needed = [each for each in requirements if each.marker and each.marker.evaluate({"extra": extra})]
         needed = [each for each in needed if not each.marker.evaluate({"extra": ""})]  # type: ignore[union-attr]
-        found[extra] = [each.name for each in needed if not _is_installed(each.name)]
-    return found
+        missing[extra] = [each.name for each in needed if not _is_installed(each.name)]
+    return missing
 
 
 def _is_installed(package: str) -> bool:

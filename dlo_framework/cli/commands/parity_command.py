@@ -42,12 +42,12 @@ def _parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Runs ``dlo parity``; returns 1 if the runs differ, else 0."""
-    options, found = _parser().parse_with_run(argv)
+    options, config_scan = _parser().parse_with_run(argv)
     for name in ("steps", "devices", "rtol", "timeout"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
-    cli = _parse(found)
+    cli = _parse(config_scan)
     from dlo_framework.testing.compare import default_rtol, report, to_json
     from dlo_framework.testing.parity import Trial, judge
     from dlo_framework.testing.spawn import RankFailed
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         _check(cli, setting)
     rtol = default_rtol(precision) if options.rtol is None else options.rtol
-    trial = Trial(f"{name} on {devices} ranks", found, precision, rtol)
+    trial = Trial(f"{name} on {devices} ranks", config_scan, precision, rtol)
     threads, announce = max(1, (os.cpu_count() or 1) // devices), functools.partial(_announce, name)
     try:
         (comparison,) = judge(_train, [trial], setting, timeout=options.timeout, threads=threads, announce=announce)
@@ -83,15 +83,15 @@ def _announce(strategy: str, setting: Setting) -> None:
     print(f"parity: training {setting.steps} steps {where}{how} ...", file=sys.stderr, flush=True)
 
 
-def _parse(found: ConfigScan) -> DloCLI:
+def _parse(config_scan: ConfigScan) -> DloCLI:
     """Returns the parsed command line; nothing is built yet."""
-    with prepared_process(found):
+    with prepared_process(config_scan):
         from dlo_framework.cli.lightning_cli import DloCLI
         from dlo_framework.run_setup import check_strategy
         from dlo_framework.testing.training import silence_lightning
 
         silence_lightning()
-        cli = DloCLI(found, "dlo parity")
+        cli = DloCLI(config_scan, "dlo parity")
         if cli.options.ckpt_path:
             raise DloError("parity: --ckpt_path must be unset; remove it: both runs start from the config's weights")
         check_strategy(cli.options.trainer.strategy)
@@ -131,7 +131,7 @@ def _check(cli: DloCLI, setting: Setting) -> None:
     check_run(trainer, cli.model, cli.datamodule, command="fit", ckpt_path=None)
 
 
-def _train(found: ConfigScan, setting: Setting) -> Record:
+def _train(config_scan: ConfigScan, setting: Setting) -> Record:
     """Trains the config in a rank, and returns the record; its stdout is the parent's stderr, as that has the report.
 
     Raises:
@@ -147,7 +147,7 @@ def _train(found: ConfigScan, setting: Setting) -> Record:
     os.dup2(2, 1)
     if setting.ranks is None and not setting.control:  # No other process trains at the same time.
         torch.set_num_threads(os.cpu_count() or 1)
-    cli = _parse(found)
+    cli = _parse(config_scan)
     seed_everything(setting.seed, workers=True, verbose=False)
     cli.build()
     options = cli.trainer_options
