@@ -133,8 +133,8 @@ class FourBitLinear(nn.Module):
     def weight(self) -> Tensor:
         """Dequantised weight, `[out_features, in_features]` unless `transposed`, computed at each access."""
         held = self.scales if self.scale_ranges is None else self.scale_ranges
-        found = self.dequantise(torch.promote_types(held.dtype, torch.float32))
-        return found.t() if self.transposed else found
+        dequantised = self.dequantise(torch.promote_types(held.dtype, torch.float32))
+        return dequantised.t() if self.transposed else dequantised
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight in a dtype."""
@@ -152,16 +152,16 @@ class FourBitLinear(nn.Module):
             # Else the compiler keeps the dequantised weight for backward.
             traced: Tensor = checkpoint(self._linear, x, use_reentrant=False, preserve_rng_state=False)
             return traced
-        found: Tensor = _Product.apply(x, self)
-        return found
+        product: Tensor = _Product.apply(x, self)
+        return product
 
     def _linear(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dequantise(x.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the projection of `x`."""
-        found = self.multiply(x)
-        return found if self.bias is None else found + self.bias.to(found.dtype)
+        product = self.multiply(x)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def extra_repr(self) -> str:
         """Returns the sizes and the kind."""
@@ -198,8 +198,8 @@ def quantise(weight: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
         blocks = part.float().unflatten(1, (-1, block))  # [rows, in / block, block]
         largest = blocks.abs().amax(-1).to(torch.bfloat16)
         ratios = blocks / largest.float().masked_fill(largest == 0, 1)[..., None]
-        found = torch.bucketize(ratios, between).to(torch.uint8).flatten(1)
-        codes.append(found[:, 0::2] << 4 | found[:, 1::2])
+        indices = torch.bucketize(ratios, between).to(torch.uint8).flatten(1)
+        codes.append(indices[:, 0::2] << 4 | indices[:, 1::2])
         scales.append(largest)
     return torch.cat(codes), torch.cat(scales)
 

@@ -90,8 +90,8 @@ def accept_any_size(module: nn.Module) -> None:
 
 def size_multiple(module: nn.Module) -> int | None:
     """Returns the divisor of valid heights and widths: the patch of a ViT, the stride of a CoAtNet; else None."""
-    found = list(chain.from_iterable(models.size_multiples(part) for part, models in _known_parts(module)))
-    return math.lcm(*found) if found else None
+    multiples = list(chain.from_iterable(models.size_multiples(part) for part, models in _known_parts(module)))
+    return math.lcm(*multiples) if multiples else None
 
 
 def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
@@ -157,8 +157,8 @@ def _sharded(model: nn.Module) -> bool:
 
 def find_objection(model: nn.Module, size: Size) -> str | None:
     """Returns the reason why a model cannot take two images of ``size``, None if it can; nothing is computed."""
-    found = [_objection(model, size, channels) for channels in _channels(model)]
-    return None if None in found else found[0]
+    objections = [_objection(model, size, channels) for channels in _channels(model)]
+    return None if None in objections else objections[0]
 
 
 def _channels(model: nn.Module) -> list[int]:

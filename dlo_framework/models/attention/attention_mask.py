@@ -116,27 +116,27 @@ class AttentionMask:
     def _make_layout(self, length: int, heads: LocalHeads) -> Tensor:
         if self.longest is not None and length < self.longest:
             count = self.blocks(length)
-            found = self.layout(self.longest, heads)[:, :count, :count]
-            return found[:1].clone() if bool((found == found[:1]).all()) else found.clone()
+            layout = self.layout(self.longest, heads)[:, :count, :count]
+            return layout[:1].clone() if bool((layout == layout[:1]).all()) else layout.clone()
         count, kind = self.blocks(length), type(self.pattern).__name__
-        found = self.pattern.layout(self.num_heads, count).bool()
-        if tuple(found.shape) != (self.num_heads, count, count):
+        layout = self.pattern.layout(self.num_heads, count).bool()
+        if tuple(layout.shape) != (self.num_heads, count, count):
             raise DloError(
                 f"layout() of {kind} must be [heads, blocks, blocks] = {[self.num_heads, count, count]}, got"
-                f" {list(found.shape)}; return one layout per head"
+                f" {list(layout.shape)}; return one layout per head"
             )
         if self.causal:
             seen = torch.ones(count, count, dtype=torch.bool).tril()
             seen[:, : -(-self.pattern.prefix // self.pattern.block)] = True
-            found = found & seen
-        if not found.diagonal(dim1=1, dim2=2).all():
+            layout = layout & seen
+        if not layout.diagonal(dim1=1, dim2=2).all():
             raise DloError(
                 f"layout() of {kind} must be true on its diagonal, so that each position sees itself, got false;"
                 " add torch.eye(num_blocks, dtype=torch.bool)"
             )
-        if bool((found == found[:1]).all()):
-            return found[:1].clone()
-        return found[heads.first : heads.first + heads.number].clone()
+        if bool((layout == layout[:1]).all()):
+            return layout[:1].clone()
+        return layout[heads.first : heads.first + heads.number].clone()
 
     def visible(self, query: Tensor, key: Tensor, heads: LocalHeads | None = None, length: int | None = None) -> Tensor:
         """Returns which keys queries see, bool `[h, q, k]`.
@@ -150,18 +150,18 @@ class AttentionMask:
         length = int(key.max()) + 1 if length is None else length
         layout = self.layout(length, heads).to(query.device)
         size = self.pattern.block
-        found = layout[:, query // size][:, :, key // size]
-        return found & self._rules(query[:, None], key[None])
+        in_layout = layout[:, query // size][:, :, key // size]
+        return in_layout & self._rules(query[:, None], key[None])
 
     def _rules(self, query: Tensor, key: Tensor) -> Tensor:
         """Returns which positions see each other inside visible blocks, of a shape that broadcasts to both."""
-        found = torch.ones((), dtype=torch.bool, device=query.device)
+        visible = torch.ones((), dtype=torch.bool, device=query.device)
         if self.causal:
-            found = key <= query
+            visible = key <= query
             if self.pattern.prefix:
-                found = found | (key < self.pattern.prefix)
+                visible = visible | (key < self.pattern.prefix)
         inside = self.pattern.visible(query, key)
-        return found if inside is None else found & inside
+        return visible if inside is None else visible & inside
 
     def density(self, length: int) -> float:
         """Returns the fraction of all pairs of blocks that are visible."""
@@ -190,7 +190,7 @@ class AttentionMask:
                 groups.append([])
                 least = counts[row]
             groups[-1].append(row)
-        rows_of, found = [], []
+        rows_of, block_rows = [], []
         for group in groups:
             rows = torch.tensor(sorted(group))
             most = max(counts[row] for row in group)
@@ -203,9 +203,9 @@ class AttentionMask:
             key = (columns[..., None] * size + inside).flatten(2)[:, :, None]  # [h, R, 1, C * b]
             mask = self._rules(query, key) & used.repeat_interleave(size, -1)[:, :, None] & (key < length)
             mask = (mask | (query >= length)).expand(len(layout), len(rows), size, -1)  # padding: any key will do
-            found.append(BlockRows(rows.to(device), columns.to(device), mask.contiguous().to(device)))
+            block_rows.append(BlockRows(rows.to(device), columns.to(device), mask.contiguous().to(device)))
             rows_of.append(rows)
-        return BlockTable(tuple(found), torch.cat(rows_of).argsort().to(device))
+        return BlockTable(tuple(block_rows), torch.cat(rows_of).argsort().to(device))
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], _T]) -> _T:
         """Returns what a function makes: tensors that depend on the mask and the key only; the oldest are dropped.
@@ -218,15 +218,15 @@ class AttentionMask:
             if key in self._cache:
                 return self._cache[key][1]
         with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
-            found = make()
-        groups = found.groups if isinstance(found, BlockTable) else ()
-        tensors = [group.seen for group in groups] or [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+            cached = make()
+        groups = cached.groups if isinstance(cached, BlockTable) else ()
+        tensors = [group.seen for group in groups] or [one for one in tree_leaves(cached) if isinstance(one, Tensor)]
         elements = sum(tensor.numel() for tensor in tensors)
         with self._lock:
             while self._cache and elements + sum(size for size, _ in self._cache.values()) > _CACHED:
                 self._cache.pop(next(iter(self._cache)))
-            self._cache[key] = (elements, found)
-        return found
+            self._cache[key] = (elements, cached)
+        return cached
 
 
 def bind_mask(module: nn.Module, mask: AttentionMask) -> None:

@@ -65,8 +65,8 @@ def run_flex(
     """
     grouped, wide = key.shape[1] != query.shape[1], value.shape[-1]
     if _runs_eagerly(query):
-        found: Any = flex_attention(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
-        return found
+        attended: Any = flex_attention(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
+        return attended
     # Zeros after a narrow head's features leave scores and outputs as they are.
     padded = (_pad(one, 0, max(0, NARROWEST - one.shape[-1])) for one in (query, key, value))
     with _no_modes():
@@ -125,8 +125,8 @@ def flex_mask(
     size, single = mask.pattern.block, len(table) == 1
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        found = table[0 if single else h, q // size, k // size] & mask._rules(q, k)
-        return found if documents is None else found & (documents[b, q] == documents[b, k])
+        visible = table[0 if single else h, q // size, k // size] & mask._rules(q, k)
+        return visible if documents is None else visible & (documents[b, q] == documents[b, k])
 
     lengths = (length, length)
     return BlockMask.from_kv_blocks(counts[None], order[None], BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
@@ -205,14 +205,14 @@ def scored_attention(
     if scores.softcap is None and scores.sinks is None:
         return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=dropout, scale=scale)
     wide = torch.promote_types(query.dtype, torch.float32)
-    found = (query @ key.transpose(-1, -2)).to(wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    logits = (query @ key.transpose(-1, -2)).to(wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if scores.softcap is not None:
-        found = scores.softcap * torch.tanh(found / scores.softcap)
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if seen is not None:
-        found = found.masked_fill(~seen, -torch.inf)
+        logits = logits.masked_fill(~seen, -torch.inf)
     if scores.sinks is not None:
-        found = torch.cat([found, scores.sinks.to(wide)[:, None, None].expand(*found.shape[:-1], 1)], -1)
-    weights = found.softmax(-1)
+        logits = torch.cat([logits, scores.sinks.to(wide)[:, None, None].expand(*logits.shape[:-1], 1)], -1)
+    weights = logits.softmax(-1)
     if scores.sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout).to(value.dtype) @ value
@@ -418,11 +418,11 @@ def _gather(blocks: Tensor, columns: Tensor) -> Tensor:
     """Returns the key blocks of each row, `[R, B, K, C * b, D]`, of `[B, K, N, b, D]`."""
     layouts, rows, _ = columns.shape
     if layouts == 1:
-        found = blocks.index_select(2, columns.flatten()).unflatten(2, (rows, -1))  # [B, K, R, C, b, D]
+        gathered = blocks.index_select(2, columns.flatten()).unflatten(2, (rows, -1))  # [B, K, R, C, b, D]
     else:  # A layout per head
         number = torch.arange(layouts, device=columns.device)[:, None]
-        found = blocks[:, number, columns.flatten(1)].unflatten(2, (rows, -1))
-    return found.flatten(3, 4).permute(2, 0, 1, 3, 4)
+        gathered = blocks[:, number, columns.flatten(1)].unflatten(2, (rows, -1))
+    return gathered.flatten(3, 4).permute(2, 0, 1, 3, 4)
 
 
 def _within_documents(seen: Tensor, documents: Tensor, group: BlockRows) -> Tensor:

@@ -98,10 +98,10 @@ class SparsityPattern(ABC):
             raise DloError(
                 "attention of the mask must be unidirectional for a causal model, got bidirectional; leave it out"
             )
-        found = copy.copy(self)
-        found.attention = self.attention or wanted
-        found._check_direction()
-        return found
+        pattern = copy.copy(self)
+        pattern.attention = self.attention or wanted
+        pattern._check_direction()
+        return pattern
 
     def _check_direction(self) -> None:
         if self.horizontal_global_attention and self.attention == "unidirectional":
@@ -126,12 +126,12 @@ class SparsityPattern(ABC):
     def _local(self, num_blocks: int, windows: Sequence[int]) -> Tensor:
         """Returns the layout of windows side by side, bool `[blocks, blocks]`; the last size repeats."""
         sizes, start = list(windows), 0
-        found = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
+        layout = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
         while start < num_blocks:
             past = start + (sizes.pop(0) if len(sizes) > 1 else sizes[0])
-            found[start:past, start:past] = True
+            layout[start:past, start:past] = True
             start = past
-        return found.tril() if self.is_causal else found
+        return layout.tril() if self.is_causal else layout
 
     def _set_globals(self, firsts: Sequence[int], ends: Sequence[int] | None) -> None:
         """Sets the global blocks of a pattern with the options `global_block_indices`, `global_block_end_indices`."""
@@ -152,11 +152,11 @@ class SparsityPattern(ABC):
         self.global_block_indices = list(firsts)
         self.global_block_end_indices = None if ends is None else list(ends)
 
-    def _columns(self, found: Tensor, first: int, past: int, horizontal: bool) -> None:
+    def _columns(self, layout: Tensor, first: int, past: int, horizontal: bool) -> None:
         """Makes blocks visible to all blocks (from `first` on, in one direction), and sees all with `horizontal`."""
-        found[first if self.is_causal else 0 :, first:past] = True
+        layout[first if self.is_causal else 0 :, first:past] = True
         if horizontal:
-            found[first:past] = True
+            layout[first:past] = True
 
 
 class DenseSparsity(SparsityPattern):
@@ -315,10 +315,10 @@ class BSLongformer(SparsityPattern):
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns the window and the global blocks."""
-        found = _band(num_blocks, self.num_sliding_window_blocks // 2)
+        layout = _band(num_blocks, self.num_sliding_window_blocks // 2)
         for first, past in self._ranges:
-            self._columns(found, first, past, horizontal=True)
-        return (found.tril() if self.is_causal else found).expand(num_heads, -1, -1)
+            self._columns(layout, first, past, horizontal=True)
+        return (layout.tril() if self.is_causal else layout).expand(num_heads, -1, -1)
 
 
 class BigBird(SparsityPattern):
@@ -379,8 +379,8 @@ class SlidingWindow(SparsityPattern):
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns the blocks that the window touches."""
-        found = _band(num_blocks, -(-(self.window - 1) // self.block))
-        return (found.tril() if self.is_causal else found).expand(num_heads, -1, -1)
+        layout = _band(num_blocks, -(-(self.window - 1) // self.block))
+        return (layout.tril() if self.is_causal else layout).expand(num_heads, -1, -1)
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Returns which positions are inside the window."""
@@ -402,9 +402,9 @@ class Prefix(SparsityPattern):
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns all blocks up to the query's, and those of the prefix."""
-        found = torch.ones(num_blocks, num_blocks, dtype=torch.bool).tril()
-        found[:, : -(-self.length // self.block)] = True
-        return found.expand(num_heads, -1, -1)
+        layout = torch.ones(num_blocks, num_blocks, dtype=torch.bool).tril()
+        layout[:, : -(-self.length // self.block)] = True
+        return layout.expand(num_heads, -1, -1)
 
 
 def pattern_from_settings(name: str, settings: dict[str, Any]) -> SparsityPattern:
@@ -434,11 +434,11 @@ def _band(num_blocks: int, side: int) -> Tensor:
 
 def _random_blocks(num_blocks: int, count: int, numbers: random.Random, *, causal: bool) -> Tensor:
     """Returns a layout with a number of random blocks of each row, bool `[blocks, blocks]`."""
-    found = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
+    layout = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
     for row in range(num_blocks):
         choices = range(row + 1 if causal else num_blocks)
-        found[row, numbers.sample(choices, min(count, len(choices)))] = True
-    return found
+        layout[row, numbers.sample(choices, min(count, len(choices)))] = True
+    return layout
 
 
 def _check_least(least: int, **values: int) -> None:

@@ -69,9 +69,9 @@ def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
         tensor: Tensor on the way to the step's loss.
         loss: Scalar.
     """
-    found = _Attach.apply(tensor, loss)
-    assert isinstance(found, Tensor)
-    return found
+    attached = _Attach.apply(tensor, loss)
+    assert isinstance(attached, Tensor)
+    return attached
 
 
 class _Current:
@@ -127,12 +127,12 @@ class RouterCounts:
     def recall(self) -> Tensor:
         """Returns what :meth:`add` has returned in the forward that is recomputed now."""
         if _Current.key is not None:
-            found = self._named.get(_Current.key, self._before.get(_Current.key))
+            counts = self._named.get(_Current.key, self._before.get(_Current.key))
         else:
             # Backward recomputes the calls of a router in reverse order.
-            found = self._unnamed.pop() if self._unnamed else self._total
-        assert found is not None
-        return found
+            counts = self._unnamed.pop() if self._unnamed else self._total
+        assert counts is not None
+        return counts
 
     def end_step(self) -> None:
         """Begins the next optimizer step."""

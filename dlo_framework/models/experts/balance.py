@@ -76,7 +76,7 @@ def read_routing(name: str, router: nn.Module, output: Any) -> Routing:
     """
     if isinstance(output, tuple) and len(output) >= 3:
         logits, weights, indices = output[:3]
-        tensors = all(isinstance(found, Tensor) for found in (logits, weights, indices))
+        tensors = all(isinstance(part, Tensor) for part in (logits, weights, indices))
         if tensors and weights.shape == indices.shape and indices.ndim == 2 and not indices.is_floating_point():
             return Routing(logits.reshape(-1, logits.shape[-1]), weights, indices)
     raise DloError(
@@ -172,8 +172,8 @@ def watch_losses(
         if not losses or not routing.logits.requires_grad:
             return None
         weights = attach_loss(routing.weights, torch.stack(losses).sum())
-        found = (output[0], weights, *output[2:])
-        return Routing(*found) if isinstance(output, Routing) else found
+        new_output = (output[0], weights, *output[2:])
+        return Routing(*new_output) if isinstance(output, Routing) else new_output
 
     return _watch(model, attach)
 
@@ -225,15 +225,15 @@ def sum_loads(loads: Sequence[RouterLoad], group: dist.ProcessGroup | None, devi
     sizes = torch.tensor([0 if load.counts is None else len(load.counts) + 4 for load in loads], device=device)
     if group is not None:
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
-    found = []
+    sums = []
     for load, size in zip(loads, sizes.tolist(), strict=True):
         if load.counts is None or load.sums is None:
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            found.append(torch.zeros(size, dtype=dtype, device=device))
+            sums.append(torch.zeros(size, dtype=dtype, device=device))
         else:
-            found.append(torch.cat([load.counts, load.sums]))
+            sums.append(torch.cat([load.counts, load.sums]))
         load.counts = load.sums = None
-    total = torch.cat(found) if found else torch.zeros(0, device=device)
+    total = torch.cat(sums) if sums else torch.zeros(0, device=device)
     if group is not None and total.numel():
         dist.all_reduce(total, group=group)
     return list(total.cpu().split(sizes.tolist()))
@@ -301,15 +301,15 @@ def limit_capacity(model: nn.Module, factor: float) -> None:
     Raises:
         DloError: If the model has a mixture that cannot drop choices.
     """
-    found = find_mixtures(model)
-    other = [mixture.name for mixture in found if mixture.form != "routed" or mixture.router is None]
-    other += [name for name in find_routers(model) if name not in {mixture.router for mixture in found}]
-    if other or not found:
+    mixtures = find_mixtures(model)
+    other = [mixture.name for mixture in mixtures if mixture.form != "routed" or mixture.router is None]
+    other += [name for name in find_routers(model) if name not in {mixture.router for mixture in mixtures}]
+    if other or not mixtures:
         raise DloError(
             "experts.capacity_factor must be unset for mixtures other than a router and experts that are called with"
             f" tokens, indices and weights, got {factor} for '{next(iter(other), type(model).__name__)}'; remove it"
         )
-    for mixture in found:
+    for mixture in mixtures:
         holder, experts = model.get_submodule(mixture.name), model.get_submodule(mixture.experts)
         assert mixture.router is not None
         router: Any = model.get_submodule(mixture.router)
@@ -416,8 +416,8 @@ class RouterTraining(PluginCallback):
             load.step.end_step()
         if not self.options.bias_rate:
             return
-        found = sum_loads(self._loads, token_group(trainer), trainer.strategy.root_device)
-        sums = {load.name: part for load, part in zip(self._loads, found, strict=True)}
+        totals = sum_loads(self._loads, token_group(trainer), trainer.strategy.root_device)
+        sums = {load.name: part for load, part in zip(self._loads, totals, strict=True)}
         move_biases(self._routers, sums, self.options.bias_rate)
 
     def _remove(self, *_: Any, **__: Any) -> None:

@@ -84,35 +84,35 @@ def find_mixtures(model: nn.Module, plan: ParallelPlan | None = None) -> list[Mi
     Raises:
         DloError: A pattern of `experts` matches no mixture.
     """
-    found = list(_all_mixtures(model))
+    mixtures = list(_all_mixtures(model))
     if plan is None or not plan.experts:
-        return found
+        return mixtures
     chosen = []
     for pattern in plan.experts:
         names = set(ParallelPlan(experts=(pattern,)).expert_names(model))
-        matched = [mixture for mixture in found if mixture.name in names]
+        matched = [mixture for mixture in mixtures if mixture.name in names]
         if not matched:
-            known = ", ".join(dict.fromkeys(mixture.name for mixture in found[:3])) or "none of this model"
+            known = ", ".join(dict.fromkeys(mixture.name for mixture in mixtures[:3])) or "none of this model"
             raise DloError(
                 f"experts must match modules with a router and experts, got '{pattern}', which matches none; use the"
                 f" name of a mixture ({known}), or remove it"
             )
         chosen += matched
-    return [mixture for mixture in found if mixture in chosen]
+    return [mixture for mixture in mixtures if mixture in chosen]
 
 
 def _all_mixtures(model: nn.Module) -> Iterator[Mixture]:
     modules = dict(model.named_modules())
-    found = ""
+    experts = ""
     for name, module in modules.items():
-        if not name or (found and name.startswith(f"{found}.")):  # A part of experts, such as DBRX's projections.
+        if not name or (experts and name.startswith(f"{experts}.")):  # A part of experts, such as DBRX's projections.
             continue
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             mixture = _list_mixture(name, module, modules)
         else:
             mixture = _stacked_mixture(name, module, modules)
         if mixture is not None:
-            found = mixture.experts
+            experts = mixture.experts
             yield mixture
 
 
@@ -168,7 +168,7 @@ def _mixture(
     router = _router(around, experts, count, modules)
     holder = modules[around]
     asked = [holder, *([modules[router], *modules[router].children()] if router else [])]
-    top_k = next((found for module in asked if (found := _attribute(module, _TOP_K)) is not None), None)
+    top_k = next((own_top_k for module in asked if (own_top_k := _attribute(module, _TOP_K)) is not None), None)
     config = getattr(holder, "config", None)
     if top_k is None and config is not None:
         top_k = _attribute(config, _TOP_K)

@@ -44,8 +44,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | 
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if has_grouped_kernel(rows, weight):
         return _by_grouped_mm(rows, weight, counts, bias)
-    found: Tensor = _product(rows, weight, counts, bias)
-    return found
+    projected: Tensor = _product(rows, weight, counts, bias)
+    return projected
 
 
 def has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
