@@ -205,14 +205,14 @@ def _kept_attributes(module: LightningModule) -> Callable[[], None]:
     return put_back
 
 
-def _keep_containers(value: Any, found: dict[int, tuple[Any, Any]], depth: int = 3) -> None:
+def _keep_containers(value: Any, containers: dict[int, tuple[Any, Any]], depth: int = 3) -> None:
     """Adds a container and the containers inside it, with copies of their contents."""
-    if not isinstance(value, list | dict | set | deque) or id(value) in found or not depth:
+    if not isinstance(value, list | dict | set | deque) or id(value) in containers or not depth:
         return
-    found[id(value)] = value, value.copy()
+    containers[id(value)] = value, value.copy()
     if not isinstance(value, set):
         for item in value.values() if isinstance(value, dict) else value:
-            _keep_containers(item, found, depth - 1)
+            _keep_containers(item, containers, depth - 1)
 
 
 def _base_attributes() -> set[str]:
@@ -277,10 +277,10 @@ def without_repeats(loader: Any, trainer: Trainer) -> Any:
     if isinstance(sampler, UnrepeatedDistributedSampler) and not contract_of(trainer.strategy).forward_needs_all_ranks:
         return loader  # A rank with a batch less keeps nobody waiting.
     if type(dealt) is not BatchSampler or type(sampler).__iter__ not in [kind.__iter__ for kind in _DEALING]:
-        found = type(sampler if type(dealt) is BatchSampler else dealt).__name__
+        class_name = type(sampler if type(dealt) is BatchSampler else dealt).__name__
         rank_zero_warn(
             f"a DistributedSampler for {sampler.num_replicas} ranks must have torch's own order and BatchSampler to"
-            f" evaluate each of {total} samples once, got {found}, so that some may be evaluated twice; set a"
+            f" evaluate each of {total} samples once, got {class_name}, so that some may be evaluated twice; set a"
             " batch_size and let Lightning insert the sampler, evaluate on one rank, or use"
             " ResumableDataModule.eval_loader"
         )

@@ -86,7 +86,7 @@ class Mixture:
             start: First sample.
             stop: Sample after the last.
         """
-        found: list[Assignment] = []
+        assignments: list[Assignment] = []
         block = self._block_of(start)
         while start < stop:
             before = self._counts(block)
@@ -94,12 +94,12 @@ class Mixture:
             if first <= start < past:
                 whole = self._assign_block(block)
                 some = slice(start - first, min(stop, past) - first)
-                found.append(Assignment(whole.source[some], whole.number[some]))
+                assignments.append(Assignment(whole.source[some], whole.number[some]))
                 start = min(stop, past)
             block += 1
-        if not found:
+        if not assignments:
             return Assignment(np.empty(0, np.int64), np.empty(0, np.int64))
-        return Assignment(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+        return Assignment(*(np.concatenate(parts) for parts in zip(*assignments, strict=True)))
 
     def _segment(self, samples: float) -> tuple[int, np.ndarray, np.ndarray]:
         """Returns the moment before, the weights there, and their change per sample."""

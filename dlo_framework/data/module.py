@@ -336,8 +336,8 @@ def _weak(method: Callable[..., bool]) -> Callable[..., bool]:
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> bool:
-        found = reference()
-        return found is not None and found(*args)
+        live_method = reference()
+        return live_method is not None and live_method(*args)
 
     return call
 

@@ -244,8 +244,8 @@ class RemoteFile:
         for number in numbers:
             start = max(offset, number * block) - number * block
             stop = min(offset + size, (number + 1) * block) - number * block
-            found = self.cache.read(self._block_key(number), start, stop - start, self._length(number))
-            parts.append(self._begin_fetch(number).result()[start:stop] if found is None else found)
+            cached = self.cache.read(self._block_key(number), start, stop - start, self._length(number))
+            parts.append(self._begin_fetch(number).result()[start:stop] if cached is None else cached)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -400,7 +400,7 @@ def find_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]
     system, path = file_system(pattern, options)
     protocol = pattern.partition("://")[0]
 
-    def found() -> list[str]:
+    def list_names() -> list[str]:
         try:
             if any(mark in path for mark in "*?["):
                 return [name for name in system.glob(path) if not system.isdir(name)]
@@ -412,7 +412,7 @@ def find_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]
         except FileNotFoundError:
             return []
 
-    names = sorted(_try(found, pattern))
+    names = sorted(_try(list_names, pattern))
     return [name if "://" in name else f"{protocol}://{name}" for name in names]
 
 
@@ -426,8 +426,8 @@ def _list_web_folder(system: Any, folder: str) -> list[str]:
         entries = system.ls(f"{folder}/", detail=True)
     except FileNotFoundError:
         entries = []
-    found = [entry["name"] for entry in entries if entry["type"] == "file"]
-    inside = [name for name in found if name.rpartition("/")[0] == folder and "?" not in name]
+    files = [entry["name"] for entry in entries if entry["type"] == "file"]
+    inside = [name for name in files if name.rpartition("/")[0] == folder and "?" not in name]
     return inside or [name for name in (f"{folder}/index.json", folder) if system.isfile(name)][:1]
 
 

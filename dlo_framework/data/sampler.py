@@ -159,12 +159,12 @@ class Permutation:
         Args:
             index: Integers of any shape, each below ``size``.
         """
-        found = self._encrypt(np.asarray(index).astype(np.uint64))
+        permuted = self._encrypt(np.asarray(index).astype(np.uint64))
         while True:  # The domain is less than four times the size: few elements are left after a few rounds.
-            outside = found >= np.uint64(self.size)
+            outside = permuted >= np.uint64(self.size)
             if not outside.any():
-                return found.astype(np.int64)
-            found[outside] = self._encrypt(found[outside])
+                return permuted.astype(np.int64)
+            permuted[outside] = self._encrypt(permuted[outside])
 
     def _encrypt(self, x: np.ndarray) -> np.ndarray:
         left, right = x >> self._half, x & self._mask

@@ -362,8 +362,8 @@ def with_backward(tensor: Tensor, run: Callable[[Tensor], Tensor], back: Callabl
         run: Function of forward.
         back: Function of the result's gradient that gives the tensor's.
     """
-    found: Tensor = _WithBackward.apply(tensor, run, back)
-    return found
+    transformed: Tensor = _WithBackward.apply(tensor, run, back)
+    return transformed
 
 
 class _WithBackward(torch.autograd.Function):

@@ -80,9 +80,9 @@ def _compare(what: str, counts: list[float], option: str) -> None:
 
 
 def _gather(trainer: Trainer, value: Any) -> list[Any]:
-    found: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(found, value, group=control_group(trainer))
-    return found
+    values: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(values, value, group=control_group(trainer))
+    return values
 
 
 def _have_length(trainer: Trainer) -> bool:

@@ -203,8 +203,8 @@ def unused_numbers(message: str) -> list[int]:
     Args:
         message: Text of an error; the result is empty for other errors.
     """
-    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", message)
-    return [int(number) for number in found.group(1).split()] if found else []
+    match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", message)
+    return [int(number) for number in match.group(1).split()] if match else []
 
 
 def check_backward_seen(announced: bool) -> None:

@@ -39,8 +39,8 @@ def keep_dtypes(module: nn.Module) -> Iterator[None]:
     Args:
         module: Module that the block converts and may move to another device.
     """
-    metrics = [found for found in module.modules() if isinstance(found, Metric)]
-    before = [(found, found.dtype, _tensor_states(found)) for found in metrics]
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    before = [(metric, metric.dtype, _tensor_states(metric)) for metric in metrics]
     names = keeps.full_precision_buffers() if (keeps := find_ability(module, KeepsBuffers)) else ()
     buffers = {name: module.get_buffer(name) for name in names}
     yield

@@ -118,20 +118,20 @@ def _is_of(frame: FrameType, packages: Collection[str]) -> bool:
 
 def _collective_of(frame: FrameType | None) -> str:
     """Returns the collective that the innermost frames wait in, with dlo's or the user's line that called it."""
-    found = ""
+    collective = ""
     for number, (inner, line) in enumerate(_walk(frame)):
         code = inner.f_code
-        if not found and number < _NEAR:
+        if not collective and number < _NEAR:
             if f"torch{os.sep}distributed" in code.co_filename:
-                found = code.co_name
+                collective = code.co_name
             elif is_dlos(inner):  # A line of other code that matches may wait for anything.
                 match = _COLLECTIVE.search(linecache.getline(code.co_filename, line))
-                found = match.group().strip(".(").rpartition(".")[2] if match else ""
-        if found and not _is_librarys(inner):
-            return f"{found} at {os.path.basename(code.co_filename)}:{line}"
-        if not found and number >= _NEAR:
+                collective = match.group().strip(".(").rpartition(".")[2] if match else ""
+        if collective and not _is_librarys(inner):
+            return f"{collective} at {os.path.basename(code.co_filename)}:{line}"
+        if not collective and number >= _NEAR:
             break
-    return found
+    return collective
 
 
 def is_saving(frame: FrameType | None) -> bool:
@@ -192,7 +192,7 @@ def print_stack(rank: int, world_size: int, error: BaseException | None = None) 
     else:
         # Its frames have returned, and no longer know their callers.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        hook = next((found for frame in reversed(frames) if (found := hook_of(frame))), "")
+        hook = next((hook_name for frame in reversed(frames) if (hook_name := hook_of(frame))), "")
         position = Position(hook, _collective_of(frames[-1] if frames else None))
         lines = traceback.format_tb(error.__traceback__)[-_MOST_FRAMES:]
     name = f"rank {rank} of {world_size}" if world_size > 1 else "this process"

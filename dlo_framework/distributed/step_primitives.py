@@ -22,8 +22,8 @@ from dlo_framework.strategy_contract import contract_of
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
     """Returns the optimizer of torch in Lightning's wrapper."""
-    found: Optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return found
+    unwrapped: Optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return unwrapped
 
 
 def agreed_gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
@@ -112,9 +112,9 @@ def mean_over_data(trainer: Trainer | None, value: Tensor) -> Tensor:
         return value.clone()
     group = contract_of(trainer.strategy).data_group
     if group is None:
-        found = trainer.strategy.reduce(value.clone(), reduce_op="mean")
-        assert isinstance(found, Tensor)
-        return found
+        mean = trainer.strategy.reduce(value.clone(), reduce_op="mean")
+        assert isinstance(mean, Tensor)
+        return mean
     total = value.clone()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)

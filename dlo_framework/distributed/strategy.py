@@ -574,8 +574,8 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard of a state tensor for this rank."""
-        found = None if self._state is None else self._state.empty_shard(name, shape, dtype)
-        return super().empty_shard(name, tensor, shape, dtype) if found is None else found
+        shard = None if self._state is None else self._state.empty_shard(name, shape, dtype)
+        return super().empty_shard(name, tensor, shape, dtype) if shard is None else shard
 
     def guard_hooks(self, optimizer: Optimizer | None = None) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for hooks in which the user's code may read and change gradients.

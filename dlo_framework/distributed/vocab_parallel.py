@@ -79,8 +79,8 @@ class VocabularyShard:
             targets: Token ids in the full vocabulary, `[N]`.
             terms: Terms beside the cross-entropy.
         """
-        found: Tensor = _CrossEntropy.apply(logits, targets, self, terms)
-        return found
+        losses: Tensor = _CrossEntropy.apply(logits, targets, self, terms)
+        return losses
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Returns the ids of the highest logits, `[N]`; of equal ones, the lowest id."""
@@ -97,8 +97,8 @@ def set_shard(module: nn.Module, shard: VocabularyShard) -> None:
 
 def shard_of(module: nn.Module) -> VocabularyShard | None:
     """Returns the slice of the vocabulary that an output projection has; None for the full vocabulary."""
-    found: VocabularyShard | None = module.__dict__.get(_SHARD)
-    return found
+    shard: VocabularyShard | None = module.__dict__.get(_SHARD)
+    return shard
 
 
 def copy_in(tensor: Tensor, communicator: Communicator) -> Tensor:
