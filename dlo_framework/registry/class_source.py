@@ -123,9 +123,9 @@ def read_class(target: str) -> ClassSource:
 
 def read_exports(module: str) -> list[str]:
     """Returns the names in a module's ``__all__``, from its source; an empty list without one."""
-    found = _Module.find(module)
+    home = _Module.find(module)
     try:
-        names = found._evaluate(found._find_constant("__all__", 0)[1], 0) if found is not None else []
+        names = home._evaluate(home._find_constant("__all__", 0)[1], 0) if home is not None else []
     except (ValueError, LookupError):
         return []
     return [str(name) for name in names]
@@ -137,10 +137,10 @@ def read_class_in_file(path: Path, name: str) -> ClassSource:
     Raises:
         SourceNotFoundError: if the file has no such class.
     """
-    found = _Module(path.stem, str(path), False, _parse(path.read_text(encoding="utf-8"))).find_class(name)
-    if found is None:
+    cls = _Module(path.stem, str(path), False, _parse(path.read_text(encoding="utf-8"))).find_class(name)
+    if cls is None:
         raise SourceNotFoundError(f"no class {name} in {path}")
-    return found.source()
+    return cls.source()
 
 
 def read_summary(target: str) -> str:
@@ -180,10 +180,10 @@ def _find_module(name: str) -> _Module:
 
 def _find(target: str) -> _Class:
     module, _, name = target.partition(":")
-    found = _find_module(module).find_class(name)
-    if found is None:
+    cls = _find_module(module).find_class(name)
+    if cls is None:
         raise SourceNotFoundError(f"no class {name} in {module}")
-    return found
+    return cls
 
 
 def summary_of(doc: str) -> str:
@@ -251,9 +251,9 @@ class _Module:
                 return _Class(self, node).nested(rest)
             for module, wanted in self._imported_from(node, name):
                 home = _Module.find(module)
-                found = home.find_class(wanted, chain + 1) if home else None
-                if found is not None:
-                    return found
+                cls = home.find_class(wanted, chain + 1) if home else None
+                if cls is not None:
+                    return cls
         return None
 
     def show_value(self, value: ast.expr) -> str:
@@ -271,8 +271,8 @@ class _Module:
             LookupError: if a constant cannot be found.
         """
         if isinstance(value, ast.Name):
-            home, found = self._find_constant(value.id, chain)
-            return home._evaluate(found, chain + 1)
+            home, expression = self._find_constant(value.id, chain)
+            return home._evaluate(expression, chain + 1)
         if isinstance(value, ast.Tuple | ast.List):
             items = [self._evaluate(item, chain) for item in value.elts]
             return tuple(items) if isinstance(value, ast.Tuple) else items
@@ -377,17 +377,17 @@ class _Class:
         return other.parameters(chain + 1) if other is not None else None
 
     def _inherited(self, chain: int) -> list[Parameter] | None:
-        found = (base.parameters(chain + 1) for base in self._bases(chain))
-        return next((parameters for parameters in found if parameters is not None), None)
+        by_base = (base.parameters(chain + 1) for base in self._bases(chain))
+        return next((parameters for parameters in by_base if parameters is not None), None)
 
     def _bases(self, chain: int) -> Iterator[_Class]:
         if chain > _LONGEST_CHAIN:
             return
         for base in self.node.bases:
             name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            found = self.home.find_class(name)
-            if found is not None:
-                yield found
+            cls = self.home.find_class(name)
+            if cls is not None:
+                yield cls
 
     def _is_dataclass(self) -> bool:
         names = {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in self.node.decorator_list}

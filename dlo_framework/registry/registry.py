@@ -94,13 +94,13 @@ class Registry:
         Raises:
             DloError: if there is none, or more than one.
         """
-        found = [plugin for plugin in self.plugins() if name in plugin.names]
-        if found:
-            conflict = self.conflict(found[0])
+        matches = [plugin for plugin in self.plugins() if name in plugin.names]
+        if matches:
+            conflict = self.conflict(matches[0])
             if conflict:
                 raise DloError(conflict)
-            if kind in (None, found[0].kind):
-                return found[0]
+            if kind in (None, matches[0].kind):
+                return matches[0]
         raise self.unknown(name, kind)
 
     def unknown(self, name: str, kind: str | None = None, others: Iterable[str] = ()) -> DloError:
@@ -126,12 +126,12 @@ class Registry:
             DloError: if two plug-ins have one of those names.
         """
         table = {key: plugin for plugin in self.plugins() for key in (*plugin.names, plugin.class_path)}
-        found = dict.fromkeys(table[text] for text in strings if text in table)
-        for plugin in found:
+        named = dict.fromkeys(table[text] for text in strings if text in table)
+        for plugin in named:
             conflict = self.conflict(plugin)
             if conflict:
                 raise DloError(conflict)
-        return list(found)
+        return list(named)
 
     def load(self, name: str, kind: str | None = None) -> type:
         """Imports one plug-in, and no other, and checks that its class is of its kind.
@@ -168,7 +168,7 @@ class Registry:
                 another plug-in's name.
         """
         module = import_user_module(spec)
-        found = []
+        plugins = []
         classes = _public_classes(module)
         for cls in classes:
             kind = kind_of(cls)
@@ -180,14 +180,14 @@ class Registry:
             if kind == "strategy":
                 _register_strategy(plugin, cls)
             self._classes[plugin] = cls
-            found.append(plugin)
+            plugins.append(plugin)
         registers = any(name in registering_modules for name in (module.__name__, *(cls.__module__ for cls in classes)))
-        if not found and not registers and not any(_names_allowed_base(cls) for cls in classes):
+        if not plugins and not registers and not any(_names_allowed_base(cls) for cls in classes):
             bases = ", ".join(BASES.values())
             raise DloError(f"plugins: '{spec}' must define a public subclass of one of {bases}, got none; add one")
         if module.__name__ not in self._user_modules:
             self._user_modules.append(module.__name__)
-        return found
+        return plugins
 
     def _register_user_plugin(self, plugin: Plugin) -> Plugin:
         """Registers a user's plug-in unless it is registered already; returns the registered plug-in."""
@@ -228,21 +228,21 @@ def _import_class(plugin: Plugin) -> type:
         module = importlib.import_module(module_path)
     except (Exception, SystemExit) as error:
         raise DloError(f"{label} failed to import: {type(error).__name__}: {error}") from error
-    found: object = module
+    target: object = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            hint = did_you_mean(part, [key for key, value in vars(found).items() if inspect.isclass(value)])
+        if not hasattr(target, part):
+            hint = did_you_mean(part, [key for key, value in vars(target).items() if inspect.isclass(value)])
             raise DloError(f"{label}: module {module_path} has no class '{name}'{hint}")
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise DloError(f"{label}: {plugin.target} must be a class, got a {type(found).__name__}; fix its entry point")
-    if not issubclass(found, base_of(plugin.kind)):
-        other = kind_of(found)
+        target = getattr(target, part)
+    if not isinstance(target, type):
+        raise DloError(f"{label}: {plugin.target} must be a class, got a {type(target).__name__}; fix its entry point")
+    if not issubclass(target, base_of(plugin.kind)):
+        other = kind_of(target)
         fix = f"register it in the group '{GROUP_PREFIX}{other}'" if other else "derive it from that class"
         raise DloError(
             f"{label}: a {plugin.kind} must be a subclass of {BASES[plugin.kind]}, got {plugin.target}; {fix}"
         )
-    return found
+    return target
 
 
 def base_of(kind: str) -> type:
@@ -260,13 +260,13 @@ def kind_of(cls: type) -> str | None:
 
 def _public_classes(module: ModuleType) -> list[type]:
     """Returns the classes with a public name that a module, or a package's own modules, define."""
-    found = []
+    classes = []
     for name, value in vars(module).items():
         if inspect.isclass(value) and not name.startswith("_"):
             home = value.__module__
             if f"{home}.".startswith(f"{module.__name__}."):
-                found.append(value)
-    return list(dict.fromkeys(found))
+                classes.append(value)
+    return list(dict.fromkeys(classes))
 
 
 def _names_allowed_base(cls: type) -> bool:
