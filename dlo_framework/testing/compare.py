@@ -58,8 +58,8 @@ class Row:
     @property
     def pairs(self) -> list[tuple[str, Pair]]:
         """Pairs of the step that are known, with their titles, in the order in which a step computes them."""
-        found = (("loss", self.loss), ("gradient norm", self.norm))
-        return [(title, pair) for title, pair in found if pair is not None]
+        titled = (("loss", self.loss), ("gradient norm", self.norm))
+        return [(title, pair) for title, pair in titled if pair is not None]
 
 
 @dataclass(frozen=True)
@@ -489,15 +489,15 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
             name.
     """
     moved = _typical(one.moved, one.weights)
-    found = {}
+    differences = {}
     for name in dict.fromkeys([*one.weights, *other.weights]):
         mine, theirs = one.weights.get(name), other.weights.get(name)
         if mine is None or theirs is None:
-            found[name] = math.inf
+            differences[name] = math.inf
             continue
         scale = max(one.moved.get(name, 0.0), FLOOR * moved * mine.numel() ** 0.5, FLOOR * _norm_of(mine))
         step = max(moved, one.moved.get(name, 0.0) / max(1, mine.numel()) ** 0.5)
-        found[name] = _difference(mine, theirs, scale, noise.get(name), NOISE_STEPS * step)
+        differences[name] = _difference(mine, theirs, scale, noise.get(name), NOISE_STEPS * step)
     sizes = {name: _norm_of(value) for name, value in one.optimizer.items()}
     for key in dict.fromkeys(name.partition(" of ")[0] for name in one.optimizer):
         of_key = {name: value for name, value in one.optimizer.items() if name.startswith(f"{key} of ")}
@@ -506,8 +506,8 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
             scale = max(sizes[name], FLOOR * typical * mine.numel() ** 0.5)
             for held in (name, name + COPY):
                 if held in other.optimizer:
-                    found[held] = _difference(mine, other.optimizer[held], scale)
-    return found
+                    differences[held] = _difference(mine, other.optimizer[held], scale)
+    return differences
 
 
 def without_gradient(one: Record, others: Sequence[Record]) -> dict[str, Tensor]:
@@ -527,7 +527,7 @@ def without_gradient(one: Record, others: Sequence[Record]) -> dict[str, Tensor]
     if not count:
         return {}
     typical = sum(float(value.double().sum()) for value in squares.values()) / count
-    found = {}
+    masks = {}
     for name, value in squares.items():
         weight = one.weights[name]
         if not weight.is_floating_point() or value.shape != weight.shape:
@@ -538,8 +538,8 @@ def without_gradient(one: Record, others: Sequence[Record]) -> dict[str, Tensor]
             theirs = other.optimizer.get(f"{SQUARES} of {name}")
             mask &= (theirs <= limit) if theirs is not None and theirs.shape == mask.shape else False
         if mask.any():
-            found[name] = mask
-    return found
+            masks[name] = mask
+    return masks
 
 
 def _difference(one: Tensor, other: Tensor, scale: float, leave_out: Tensor | None = None, most: float = 0.0) -> float:
@@ -634,15 +634,15 @@ def first_group(one: Record, ranks: Record) -> str:
 
 
 def _causes(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
-    found = []
+    causes = []
     rows = comparison.rows
     if comparison.control is not None and comparison.control[0] > _CHAOTIC:
-        found.append(
+        causes.append(
             f"rounding alone changes the losses of one process by up to {comparison.control[0]:.0e}, so that the last"
             " steps prove little: compare fewer steps, at a lower learning rate, or with --trainer.precision 64-true"
         )
     if comparison.within:
-        return found
+        return causes
     if not rows:
         return ["no step was compared: the runs made no optimizer step"]
     if comparison.untrained is not None:
@@ -651,48 +651,48 @@ def _causes(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
             " not; check the learning rate, the optimizer's parameters and the loss that training_step returns"
         ]
     if len(one.steps) != len(ranks.steps):
-        found.append(f"one process made {len(one.steps)} steps and the ranks {len(ranks.steps)}: their data differ")
+        causes.append(f"one process made {len(one.steps)} steps and the ranks {len(ranks.steps)}: their data differ")
     apart = next(
         (i for i, (a, b) in enumerate(zip(one.steps, ranks.steps, strict=False)) if a.digest != b.digest), None
     )
     if apart is not None:
         sizes = f"{one.steps[apart].samples} samples in one process, {ranks.steps[apart].samples} on the ranks"
-        found.append(
+        causes.append(
             f"the batches of step {apart} are not the same ({sizes}): the ranks see other data than one process, or"
             " augment or mix it with their own random numbers"
         )
     if one.initial != ranks.initial:
         names = [name for name in one.initial if one.initial[name] != ranks.initial.get(name)]
-        found.append(f"the weights differ before the first step, {len(names)} tensors: {', '.join(names[:3])} ...")
+        causes.append(f"the weights differ before the first step, {len(names)} tensors: {', '.join(names[:3])} ...")
     drew = [record.drew for record in (one, ranks) if record.drew is not None]
     if drew:
-        found.append(
+        causes.append(
             f"training_step draws random numbers (first at step {min(drew)}), different ones on each rank, and not for"
             " a known dropout module: switch it off"
         )
     if ranks.batch_norms:
-        found.append(
+        causes.append(
             f"BatchNorm statistics are per rank ({ranks.batch_norms} layers): use sync_batchnorm: true in the trainer"
             " (on accelerators), or a norm within each sample, such as GroupNorm"
         )
     first = rows[0].loss
     size = max(1, ranks.place[1])
     if first is not None and size > 1 and relative(first.one, size * first.ranks, 0.0) < 1e-3:
-        found.append(
+        causes.append(
             f"the loss of one process is {size} times that of {size} ranks: a sum over the batch. Strategies average"
             " gradients over ranks, so return the mean"
         )
     if not all(math.isfinite(pair.one) for row in rows for pair in (row.loss, row.norm) if pair is not None):
-        found.append("losses or gradients are not finite in one process either: the recipe itself diverges")
+        causes.append("losses or gradients are not finite in one process either: the recipe itself diverges")
     trained_alike = all(row.ok for row in rows) and all(pair.ok for pair in comparison.tensors.values())
-    if trained_alike and not found:
+    if trained_alike and not causes:
         return [
             "training agrees, validation does not: ranks see other samples than one process (a padded last batch, a"
             " sampler), or each logs its own value: log with sync_dist=True, and weigh means by their number of samples"
         ]
-    if rows[0].ok and not found:
-        found.append(
+    if rows[0].ok and not causes:
+        causes.append(
             "the first step's loss and gradients agree: the cause comes after them, in the optimizer's step, clipping"
             " or the exchange of weights"
         )
-    return found or ["the first step differs already: check the forward pass, the loss's mean, the gradients' average"]
+    return causes or ["the first step differs already: check the forward pass, the loss's mean, the gradients' average"]

@@ -74,12 +74,14 @@ def assert_parity(build: Build, cases: Sequence[Case | str], **options: Any) -> 
         AssertionError: if a case differs; the message names the step and the largest differences.
         RankFailed: if a rank raises.
     """
-    found = compare_cases(build, cases, **options)
-    broken = [comparison for comparison in found if not comparison.ok]
+    comparisons = compare_cases(build, cases, **options)
+    broken = [comparison for comparison in comparisons if not comparison.ok]
     if broken:
         texts = [report(comparison) for comparison in broken]
-        raise AssertionError(f"{len(broken)} of {len(found)} cases differ from one process\n\n" + "\n\n".join(texts))
-    return found
+        raise AssertionError(
+            f"{len(broken)} of {len(comparisons)} cases differ from one process\n\n" + "\n\n".join(texts)
+        )
+    return comparisons
 
 
 def compare_cases(
@@ -200,7 +202,7 @@ def judge(
     ranks = setting.ranks
     assert ranks is not None
     runs = [verdict(t.title, setting, precision=t.precision, rtol=t.rtol, further=further) for t in trials]
-    found: dict[int, Comparison] = {}
+    comparisons: dict[int, Comparison] = {}
     wanted = {number: next(run) for number, run in enumerate(runs)}
     places: dict[int, int] = {}
     while wanted:
@@ -230,8 +232,8 @@ def judge(
             try:
                 wanted[number] = runs[number].send([records[number, each] for each in settings])
             except StopIteration as end:
-                found[number] = end.value
-    return [found[number] for number in range(len(trials))]
+                comparisons[number] = end.value
+    return [comparisons[number] for number in range(len(trials))]
 
 
 def _train_all(
@@ -257,11 +259,11 @@ def _train_all(
     """
     silence_lightning()
     register_data_parallel()  # So that "ddp" is the same strategy as in `dlo fit`.
-    found: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     together = [place for place, (_, setting) in enumerate(jobs) if setting.ranks is not None]
     for place in together:
         number, setting = jobs[place]
-        record = found[place] = train(trials[number].source, setting)
+        record = records[place] = train(trials[number].source, setting)
         places[number] = record.place[1]
         if rank != 0:
             record.weights, record.optimizer = {}, {}
@@ -273,8 +275,8 @@ def _train_all(
             alone.setdefault((trials[number].first, replace(setting, shares=places[number])), []).append(place)
     for turn, ((number, setting), same) in enumerate(alone.items()):
         if turn % world_size == rank:
-            found |= dict.fromkeys(same, train(trials[number].source, setting))
-    return [found.get(place) for place in range(len(jobs))]
+            records |= dict.fromkeys(same, train(trials[number].source, setting))
+    return [records.get(place) for place in range(len(jobs))]
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------
@@ -311,9 +313,9 @@ def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further
         further: Whether to ask for further runs; without them, rounding counts as a fault.
     """
     ranks, one = yield [setting, single_process_setting(setting)]
-    found = compare(name, one, ranks, rtol=rtol)
-    if found.within or not further or _is_certain(found, one, ranks):
-        return found
+    comparison = compare(name, one, ranks, rtol=rtol)
+    if comparison.within or not further or _is_certain(comparison, one, ranks):
+        return comparison
     if is_single(precision):
         ranks_double, one_double = yield [
             replace(setting, double=True),
@@ -326,24 +328,26 @@ def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further
                 name, one_double, ranks_double, rtol=RTOL_DOUBLE if rtol <= RTOL else rtol, tensor_rtol=tensors
             )
             if not double.within:
-                found.double, found.decided, found.hints = double, False, double.hints
-                return found
+                comparison.double, comparison.decided, comparison.hints = double, False, double.hints
+                return comparison
             controls = yield [single_process_setting(setting, number + 1) for number in range(_CONTROLS)]
-            found = compare(name, one, ranks, rtol=rtol, controls=controls, factor=_FAR)
-            found.double = double
-            if not found.within:
+            comparison = compare(name, one, ranks, rtol=rtol, controls=controls, factor=_FAR)
+            comparison.double = double
+            if not comparison.within:
                 other = replace(setting, seed=setting.seed + 1)
                 again = yield [
                     other,
                     single_process_setting(other),
                     *(single_process_setting(other, number + 1) for number in range(_CONTROLS)),
                 ]
-                found.decided = compare(name, again[1], again[0], rtol=rtol, controls=again[2:], factor=_FAR).within
-            return found
-        found.double_refusal = failed
+                comparison.decided = compare(
+                    name, again[1], again[0], rtol=rtol, controls=again[2:], factor=_FAR
+                ).within
+            return comparison
+        comparison.double_refusal = failed
     controls = yield [single_process_setting(setting, number + 1) for number in range(_CONTROLS_ALONE)]
     decided = compare(name, one, ranks, rtol=rtol, controls=controls)
-    decided.double_refusal = found.double_refusal
+    decided.double_refusal = comparison.double_refusal
     return decided
 
 
@@ -357,12 +361,12 @@ def is_single(precision: Any) -> bool:
     return str(precision) in ("None", "32", "32-true")
 
 
-def _is_certain(found: Comparison, one: Record, ranks: Record) -> bool:
+def _is_certain(comparison: Comparison, one: Record, ranks: Record) -> bool:
     """Returns whether the runs differ so clearly that no further run can change the verdict."""
-    if not found.comparable or one.initial != ranks.initial or one.drew is not None or ranks.drew is not None:
+    if not comparison.comparable or one.initial != ranks.initial or one.drew is not None or ranks.drew is not None:
         return True
     if any(mine.digest != theirs.digest for mine, theirs in zip(one.steps, ranks.steps, strict=True)):
         return True
-    first = found.rows[0]
-    limit = max(_HOPELESS, _HOPELESS_FACTOR * found.rtol)
+    first = comparison.rows[0]
+    limit = max(_HOPELESS, _HOPELESS_FACTOR * comparison.rtol)
     return any(pair is not None and not pair.difference < limit for pair in (first.loss, first.norm))

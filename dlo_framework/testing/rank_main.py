@@ -214,8 +214,8 @@ def _join_group(rank: int, job: Job) -> None:
 def _user_error(error: BaseException) -> str | None:
     from dlo_framework.errors import dlo_error_in
 
-    found = dlo_error_in(error)
-    return None if found is None else str(found)
+    user_error = dlo_error_in(error)
+    return None if user_error is None else str(user_error)
 
 
 def _end_with_the_parent() -> None:
