@@ -40,8 +40,8 @@ class CopyHandle:
 
     def stream_context(self) -> AbstractContextManager[Any]:
         """Returns a context whose kernels run after the copy, concurrently with the current stream."""
-        found: AbstractContextManager[Any] = contextlib.nullcontext()
-        return found if self._stream is None else self._module.stream(self._stream)
+        null_context: AbstractContextManager[Any] = contextlib.nullcontext()
+        return null_context if self._stream is None else self._module.stream(self._stream)
 
 
 class CopyStream:

@@ -118,23 +118,23 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.nn.attention import flex_attention, varlen  # noqa: F401  They register the operators.
 
     aten, packed = torch.ops.aten, torch.ops.torch_attn
-    found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops}
-    found |= dict.fromkeys((aten.bmm, aten._int_mm), product_flops)
+    formulas: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops}
+    formulas |= dict.fromkeys((aten.bmm, aten._int_mm), product_flops)
     added = (aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten._addmm_activation)
-    found |= dict.fromkeys(added, added_product_flops)
+    formulas |= dict.fromkeys(added, added_product_flops)
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
-        found[getattr(aten, f"_scaled_dot_product_{kind}")] = attention_flops
-        found[getattr(aten, f"_scaled_dot_product_{kind}_backward")] = attention_backward_flops
+        formulas[getattr(aten, f"_scaled_dot_product_{kind}")] = attention_flops
+        formulas[getattr(aten, f"_scaled_dot_product_{kind}_backward")] = attention_backward_flops
     flex = torch.ops.higher_order  # uncompiled, where it computes all scores
-    found[flex.flex_attention], found[flex.flex_attention_backward] = attention_flops, _flex_backward_flops
+    formulas[flex.flex_attention], formulas[flex.flex_attention_backward] = attention_flops, _flex_backward_flops
     for operator, formula in (
         (packed._varlen_attn, packed_attention_flops),
         (packed._varlen_attn_backward, packed_attention_backward_flops),
     ):
         if operator not in flop_registry:
-            found[operator] = formula
+            formulas[operator] = formula
     packed_formulas = (packed_attention_flops, packed_attention_backward_flops)
-    return {operator: _wrapped(formula, formula in packed_formulas) for operator, formula in found.items()}
+    return {operator: _wrapped(formula, formula in packed_formulas) for operator, formula in formulas.items()}
 
 
 def _wrapped(formula: Callable[..., int], takes_tensors: bool) -> Callable[..., int]:
@@ -143,9 +143,9 @@ def _wrapped(formula: Callable[..., int], takes_tensors: bool) -> Callable[..., 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return formula(*args, **kwargs)
 
-    found: Any = count if takes_tensors else shape_wrapper(formula)
-    found._get_raw = True
-    return found
+    wrapped: Any = count if takes_tensors else shape_wrapper(formula)
+    wrapped._get_raw = True
+    return wrapped
 
 
 class OperatorCounter(FlopCounterMode):
@@ -214,10 +214,10 @@ class _Observer(_FlopCounterMode):
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and _has_kernel(func, args):
             return self.counter._count_flops(func._overloadpacket, func(*args, **kwargs), args, kwargs)
-        found = super().__torch_dispatch__(func, types, args, kwargs)
-        if found is NotImplemented and isinstance(func, HigherOrderOperator):  # It would be an error of the step.
+        op_output = super().__torch_dispatch__(func, types, args, kwargs)
+        if op_output is NotImplemented and isinstance(func, HigherOrderOperator):  # It would be an error of the step.
             return self.counter._count_flops(func, func(*args, **kwargs), args, kwargs)
-        return found
+        return op_output
 
 
 def _has_kernel(func: OpOverload, args: Any) -> bool:
@@ -251,8 +251,8 @@ class Peak(NamedTuple):
             tf32: Whether float32 is multiplied in TF32, where the device supports it.
         """
         single = self.tf32 or self.fp32 if tf32 else self.fp32
-        found = {"bfloat16": self.bf16, "float16": self.fp16, "float32": single, "float64": self.fp64}
-        return {name: rate * 1e12 for name, rate in found.items() if rate is not None}
+        teraflops = {"bfloat16": self.bf16, "float16": self.fp16, "float32": single, "float64": self.fp64}
+        return {name: rate * 1e12 for name, rate in teraflops.items() if rate is not None}
 
 
 _A100 = Peak(312, 312, 156, 19.5, 19.5)
@@ -315,10 +315,10 @@ def device_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float |
     if _LESS.search(plain) or (dtype is not torch.float32 and _WITHOUT_TENSOR_CORES.search(plain)):
         return None
     try:
-        found = get_available_flops(device, dtype)
+        available_flops = get_available_flops(device, dtype)
     except RuntimeError:  # It reads torch's old setting of TF32, which fails where the new one has been used.
         return None
-    return float(found) if found else None
+    return float(available_flops) if available_flops else None
 
 
 def _plain(name: str) -> str:

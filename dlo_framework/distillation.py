@@ -57,8 +57,8 @@ def logit_losses(loss: LogitLoss, student: Tensor, teacher: Tensor, shard: Vocab
         teacher: Logits of the teacher, `[n, c]`.
         shard: Shard of the classes that both have; None for all classes.
     """
-    found: Tensor = _LogitLosses.apply(student, teacher, loss, shard)
-    return found
+    losses: Tensor = _LogitLosses.apply(student, teacher, loss, shard)
+    return losses
 
 
 def agreements(student: Tensor, teacher: Tensor, shard: VocabularyShard | None = None) -> Tensor:

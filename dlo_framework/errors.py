@@ -52,8 +52,8 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     """Returns the option most similar to ``name``, or None if none is similar."""
     # A YAML key may not be text: it reads `on:` as true.
     by_lower = {option.lower(): option for option in options}
-    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

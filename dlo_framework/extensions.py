@@ -40,8 +40,8 @@ def list_extensions() -> list[metadata.EntryPoint]:
     groups = [
         group for group in points.groups if group.startswith(_PREFIX) and not group.startswith(f"{_PREFIX}plugins.")
     ]
-    found = {point for group in groups for point in points.select(group=group)}
-    return sorted(found, key=lambda point: (point.group, point.name))
+    extensions = {point for group in groups for point in points.select(group=group)}
+    return sorted(extensions, key=lambda point: (point.group, point.name))
 
 
 def installed_points() -> metadata.EntryPoints:
@@ -76,12 +76,12 @@ def load_function(point: metadata.EntryPoint, kind: str) -> Callable[..., Any]:
         DloError: If the import fails, or finds neither a function nor a class.
     """
     try:
-        found = point.load()
+        loaded = point.load()
     except (Exception, SystemExit) as error:
         raise DloError(f"{_label(point, kind)} failed to import: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise DloError(f"{_label(point, kind)} must be a function, got {point.value}, {found!r}; fix its entry point")
-    function: Callable[..., Any] = found
+    if not callable(loaded):
+        raise DloError(f"{_label(point, kind)} must be a function, got {point.value}, {loaded!r}; fix its entry point")
+    function: Callable[..., Any] = loaded
     return function
 
 
@@ -138,24 +138,24 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
     Args:
         also: Further packages to list.
     """
-    found = {
+    by_name = {
         "dlo_framework": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
     for package in (*PACKAGES, *also):
         try:
-            found[package] = metadata.version(package)
+            by_name[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_name
 
 
 def format_versions() -> str:
     """Returns :func:`versions` as aligned lines, with missing packages named."""
-    found = versions()
-    lines = [f"{name:<24} {version}" for name, version in found.items()]
-    missing = [package for package in PACKAGES if package not in found]
+    installed = versions()
+    lines = [f"{name:<24} {version}" for name, version in installed.items()]
+    missing = [package for package in PACKAGES if package not in installed]
     if missing:
         lines.append(f"{'not installed':<24} {', '.join(missing)}")
     return "\n".join(lines)

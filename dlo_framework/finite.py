@@ -245,6 +245,6 @@ def _nonfinite_buffer(trainer: Trainer, module: LightningModule) -> str:
     group = control_group(trainer)
     if group is None:
         return names[0] if names else ""
-    found: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(found, names[:1], group=group)
-    return next((name for of_rank in found for name in of_rank), "")
+    by_rank: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(by_rank, names[:1], group=group)
+    return next((name for of_rank in by_rank for name in of_rank), "")

@@ -87,11 +87,11 @@ def _states(optimizer: Optimizer) -> list[tuple[Any, Mapping[Any, Any]]]:
     It does not call ``state_dict``, which may export another state than that in memory, and may raise (that of
     ZeroRedundancyOptimizer before its state is consolidated, and where DeepSpeed has replaced the parameters).
     """
-    found: dict[int, tuple[Any, Mapping[Any, Any]]] = {}
+    by_id: dict[int, tuple[Any, Mapping[Any, Any]]] = {}
     for one in _with_wrapped(optimizer):  # Lookahead, which may share the states.
         states = one.state.items() if isinstance(one.state, Mapping) else ()
-        found |= {id(state): (key, state) for key, state in states if isinstance(state, Mapping)}
-    return list(found.values())
+        by_id |= {id(state): (key, state) for key, state in states if isinstance(state, Mapping)}
+    return list(by_id.values())
 
 
 def states_per_parameter(optimizers: Iterable[Optimizer]) -> float:
@@ -104,12 +104,12 @@ def states_per_parameter(optimizers: Iterable[Optimizer]) -> float:
 
 def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and, recursively, the optimizers among its attributes, each once."""
-    found, waiting = {id(optimizer): optimizer}, [optimizer]
+    optimizers, waiting = {id(optimizer): optimizer}, [optimizer]
     while waiting:
         inner = {id(value): value for value in vars(waiting.pop()).values() if isinstance(value, Optimizer)}
-        waiting += [value for key, value in inner.items() if key not in found]
-        found |= inner
-    return list(found.values())
+        waiting += [value for key, value in inner.items() if key not in optimizers]
+        optimizers |= inner
+    return list(optimizers.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -148,14 +148,14 @@ class MeshSpec:
 def _fixes(given: dict[str, int], world_size: int, *, open_ended: bool) -> str:
     """Returns fixes that make the sizes fit the world size, as text: another size of one axis, or other ranks."""
     product = math.prod(given.values())
-    found = []
+    axis_fixes = []
     for axis, size in given.items():
         room, left = divmod(world_size, product // size)
         if size > 1 and left == 0:
-            found.append(f"{axis}={nearest_divisor(size, room) if open_ended else room}")
+            axis_fixes.append(f"{axis}={nearest_divisor(size, room) if open_ended else room}")
     below = world_size // product * product
     ranks = f"{below} or {below + product}" if open_ended and below else f"{product}"
-    return " or ".join([*([f"use {' or '.join(found)}"] if found else []), f"run {ranks} processes"])
+    return " or ".join([*([f"use {' or '.join(axis_fixes)}"] if axis_fixes else []), f"run {ranks} processes"])
 
 
 def nearest_divisor(size: int, of: int) -> int:

@@ -103,25 +103,25 @@ class FlatState(Optimizer):
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state with ``key.0``, ``key.1``, ... in place of each list under ``key``."""
-        found: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, list) and value:
-                found |= {f"{key}.{number}": item for number, item in enumerate(value)}
+                flat |= {f"{key}.{number}": item for number, item in enumerate(value)}
             else:
-                found[key] = value
-        return found
+                flat[key] = value
+        return flat
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state from which :meth:`flatten` made ``state``."""
-        found: dict[str, Any] = {}
+        restored: dict[str, Any] = {}
         lists: dict[str, dict[int, Any]] = {}
         for key, value in state.items():
             match = _NUMBERED.match(key)
             if match is None:
-                found[key] = value
+                restored[key] = value
             else:
                 lists.setdefault(match[1], {})[int(match[2])] = value
-        return found | {key: [items[number] for number in sorted(items)] for key, items in lists.items()}
+        return restored | {key: [items[number] for number in sorted(items)] for key, items in lists.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in its flat form."""

@@ -254,12 +254,12 @@ class _OffloadedTensors:
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         """Returns views of a buffer in the tensors' shapes, strides and dtypes; strides with gaps become dense ones."""
-        found = []
+        views = []
         for tensor, offset in zip(self._tensors, self._offsets, strict=True):
             like = torch.empty_like(tensor, device="meta")
             typed = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
-            found.append(typed.as_strided(like.size(), like.stride()))
-        return found
+            views.append(typed.as_strided(like.size(), like.stride()))
+        return views
 
     def start(self) -> None:
         """Starts the copy to the device, unless it has been started."""

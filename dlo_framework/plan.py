@@ -177,11 +177,11 @@ class ParallelPlan:
             if name and (id(modules[parent]), leaf) not in places:
                 places.add((id(modules[parent]), leaf))
                 names[name] = None
-        found: dict[str, None] = {}
+        block_names: dict[str, None] = {}
         for pattern in self.blocks:
             exact = [pattern] if pattern in names else None
-            found |= dict.fromkeys(exact or (name for name in names if _any_match((pattern,), name)))
-        return list(found)
+            block_names |= dict.fromkeys(exact or (name for name in names if _any_match((pattern,), name)))
+        return list(block_names)
 
     def attention_names(self, module: nn.Module) -> list[str]:
         """Returns the names of the attention modules in the order in which `module` registers them."""
@@ -208,13 +208,13 @@ class ParallelPlan:
 
     def head_operands_for(self, name: str) -> Mapping[str, int]:
         """Returns the arguments of an attention module that have an entry for each head, with their dims."""
-        found = (given for pattern, given in self.head_operands.items() if _any_match((pattern,), name))
-        return next(found, {})
+        operands = (given for pattern, given in self.head_operands.items() if _any_match((pattern,), name))
+        return next(operands, {})
 
     def shared_features_for(self, name: str) -> int:
         """Returns the number of a projection's last output features that all heads use; 0 if none are named."""
-        found = (count for pattern, count in self.shared_features.items() if _any_match((pattern,), name))
-        return next(found, 0)
+        counts = (count for pattern, count in self.shared_features.items() if _any_match((pattern,), name))
+        return next(counts, 0)
 
     def owners(self, name: str) -> list[str]:
         """Returns which of `"stem"`, `"blocks"` and `"head"` own a parameter; exactly one in a valid plan."""
@@ -298,13 +298,13 @@ def match_names(patterns: Iterable[str], names: Iterable[str], known: Iterable[s
     Raises:
         DloError: for a pattern that matches none.
     """
-    names, found = list(names), dict[str, None]()
+    names, all_matched = list(names), dict[str, None]()
     for pattern in patterns:
         matched = [name for name in names if _owns(pattern, name)]
         if not matched:
             raise DloError(f"{rule}, got '{pattern}'{did_you_mean(pattern, list(known)) or '; remove it'}")
-        found |= dict.fromkeys(matched)
-    return list(found)
+        all_matched |= dict.fromkeys(matched)
+    return list(all_matched)
 
 
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -320,12 +320,12 @@ def _regex(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern: `*` is one name, `**` any number of them."""
     out, rest = "", pattern
     while rest:
-        found = re.match(r"\*\*|\*|\?|\[!?[^\]]+\]", rest)
-        token = found.group() if found else rest[0]
+        match = re.match(r"\*\*|\*|\?|\[!?[^\]]+\]", rest)
+        token = match.group() if match else rest[0]
         wild = {"**": ".*?", "*": "[^.]+", "?": "[^.]"}
         if token in wild:
             out += wild[token]
-        elif found:
+        elif match:
             out += token.replace("[!", "[^")
         else:
             out += re.escape(token)
@@ -340,8 +340,8 @@ def _owns(pattern: str, name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def _owned_prefix(pattern: str, name: str) -> str | None:
-    found = re.match(f"(?:{_regex(pattern).pattern})(?=\\.|$)", name)
-    return found.group() if found else None
+    match = re.match(f"(?:{_regex(pattern).pattern})(?=\\.|$)", name)
+    return match.group() if match else None
 
 
 def _any_match(patterns: Iterable[str], name: str) -> bool:
@@ -381,13 +381,13 @@ def _repeated(module: nn.Module) -> Iterator[list[str]]:
     """
     from torch import nn
 
-    found: dict[type[nn.Module], list[str]] = {}
+    by_class: dict[type[nn.Module], list[str]] = {}
     modules = dict(module.named_modules())
     for name, child in modules.items():
         is_repeated = name and isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)
         if is_repeated and next(child.parameters(), None) is not None:
-            found.setdefault(type(child), []).append(name)
-    for names in found.values():
+            by_class.setdefault(type(child), []).append(name)
+    for names in by_class.values():
         outer = [name for name in names if not any(name.startswith(other + ".") for other in names)]
         if Counter(name.rpartition(".")[0] for name in outer).most_common(1)[0][1] >= 2:
             yield outer

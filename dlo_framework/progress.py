@@ -302,12 +302,12 @@ def parse_position(
     Raises:
         DloError: If it has another form, is a percentage above 100, or one that the option does not take.
     """
-    found = _FORM.fullmatch(str(point).strip())
-    if found is None:
+    match = _FORM.fullmatch(str(point).strip())
+    if match is None:
         raise DloError(
             f"{what}: a point must be like 3, '3 epochs', '50%' or '500000 samples', got {point!r}; write it so"
         )
-    value, unit = float(found[1].replace("_", "")), (found[2] or "epochs").lower()
+    value, unit = float(match[1].replace("_", "")), (match[2] or "epochs").lower()
     if unit == "%" and value > 100:
         raise DloError(f"{what}: a point must be within the run, got {point!r}; set '100%' or less")
     if unit.startswith("sample") and not in_samples:

@@ -359,8 +359,8 @@ class TensorSlice:
     def slice_tensor(self, whole: Tensor) -> Tensor:
         """Returns the slice of a full tensor, copied."""
         assert whole.shape[self.dim] == self.size
-        found = torch.cat([whole.narrow(self.dim, first, count) for first, count in self.runs], dim=self.dim)
-        return found if self.inner is None else self.inner.slice_tensor(found)
+        sliced = torch.cat([whole.narrow(self.dim, first, count) for first, count in self.runs], dim=self.dim)
+        return sliced if self.inner is None else self.inner.slice_tensor(sliced)
 
     def write_slice(self, whole: Tensor, part: Tensor) -> None:
         """Writes the slice into a full tensor."""
@@ -376,8 +376,8 @@ class TensorSlice:
     def slice_shape(self, whole: torch.Size) -> torch.Size:
         """Returns the slice's shape."""
         assert whole[self.dim] == self.size
-        found = torch.Size([self.length if dim == self.dim else size for dim, size in enumerate(whole)])
-        return found if self.inner is None else self.inner.slice_shape(found)
+        shape = torch.Size([self.length if dim == self.dim else size for dim, size in enumerate(whole)])
+        return shape if self.inner is None else self.inner.slice_shape(shape)
 
     def full_shape(self, part: torch.Size) -> torch.Size:
         """Returns the full tensor's shape."""
@@ -462,5 +462,5 @@ _LAYOUT = "_dlo_layout"
 
 def get_layout(module: nn.Module) -> Layout:
     """Returns a model's layout, to be read and extended; an empty one if the model has not been split."""
-    found: Layout = module.__dict__.setdefault(_LAYOUT, Layout())
-    return found
+    layout: Layout = module.__dict__.setdefault(_LAYOUT, Layout())
+    return layout

@@ -201,8 +201,8 @@ class Trainer(LightningTrainer):
 
     def _open_options(self) -> dict[str, Any]:
         """Returns the arguments that the strategy sets where they have their defaults."""
-        found = run_setup.strategy_arguments(self._options)
-        return {key: value for key, value in found.items() if self._options[key] == _DEFAULTS[key]}
+        arguments = run_setup.strategy_arguments(self._options)
+        return {key: value for key, value in arguments.items() if self._options[key] == _DEFAULTS[key]}
 
     def _lightning_options(self) -> dict[str, Any]:
         """Returns the arguments of Lightning's Trainer, before a run: without loggers and checkpoints of its own."""

@@ -57,9 +57,9 @@ def parse_bytes(text: str | float, key: str) -> int:
     Raises:
         DloError: It is not a size of at least one byte.
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e\d+)?\s*(?:([KMGT])(i?))?B?", str(text).strip(), re.IGNORECASE)
-    power = " KMGT".index((found.group(3) or " ").upper()) if found else 0
-    size = float(found.group(1) + (found.group(2) or "")) * (1024 if found.group(4) else 1000) ** power if found else 0
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e\d+)?\s*(?:([KMGT])(i?))?B?", str(text).strip(), re.IGNORECASE)
+    power = " KMGT".index((match.group(3) or " ").upper()) if match else 0
+    size = float(match.group(1) + (match.group(2) or "")) * (1024 if match.group(4) else 1000) ** power if match else 0
     if not 1 <= size < 2**63:
         raise DloError(
             f"{key} must be a size of at least one byte, got {text}; give a number with a unit, such as 80GB"

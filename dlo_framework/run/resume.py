@@ -329,8 +329,8 @@ def replayed_loaders(trainer: Trainer) -> list[Any]:
 def _delayed(trainer: Trainer) -> dict[str, Any] | None:
     """Returns what the next step of a run with delayed gradients applies; None for other runs."""
     ability = contract_of(trainer.strategy).find_ability(DelayedGradients)
-    found = ability.delayed_gradients() if ability is not None and trainer.state.fn == "fit" else None
-    return None if found is None else {"saved": found[0], "loss": found[1]}
+    delayed = ability.delayed_gradients() if ability is not None and trainer.state.fn == "fit" else None
+    return None if delayed is None else {"saved": delayed[0], "loss": delayed[1]}
 
 
 def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

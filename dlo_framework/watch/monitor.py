@@ -325,11 +325,11 @@ def optimizer_scalars(trainer: Trainer) -> dict[str, float]:
         groups = optimizer.param_groups
         momenta = [group["betas"][0] if "betas" in group else group.get("momentum") for group in groups]
         for name, values in (("lr", [group["lr"] for group in groups]), ("momentum", momenta)):
-            found = [float(value) for value in values if value is not None]
-            if len(set(found)) == 1:
-                scalars[f"{where}/{name}"] = found[0]
+            known = [float(value) for value in values if value is not None]
+            if len(set(known)) == 1:
+                scalars[f"{where}/{name}"] = known[0]
             else:
-                scalars |= {f"{where}/{name}/{index}": value for index, value in enumerate(found)}
+                scalars |= {f"{where}/{name}/{index}": value for index, value in enumerate(known)}
     return scalars
 
 
@@ -500,12 +500,12 @@ def is_doubtful(name: str, logged: Iterable[str]) -> bool:
 
 def explain_missing_metric(message: str) -> str | None:
     """Returns one line for Lightning's (2.6) error of an EarlyStopping whose metric nobody logs; None for others."""
-    found = re.search(
+    match = re.search(
         r"Early stopping conditioned on metric `(.*?)` which is not available.*following: `(.*)`", message
     )
-    if found is None:
+    if match is None:
         return None
-    name, logged = found[1], found[2].split("`, `")
+    name, logged = match[1], match[2].split("`, `")
     hint = did_you_mean(name, logged) or ";"
     return f"monitor of EarlyStopping must be a logged metric, got '{name}'{hint} logged: {', '.join(sorted(logged))}"
 
@@ -515,8 +515,8 @@ def find_misspelt(name: str, logged: Iterable[str]) -> str | None:
     known = list(logged)
     if name in known or name in _ALWAYS:
         return None
-    found = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+    return matches[0] if matches else None
 
 
 def _monitored(trainer: Trainer) -> Iterator[tuple[str, str]]:

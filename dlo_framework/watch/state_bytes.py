@@ -134,8 +134,8 @@ class StateReport(PluginCallback):
         elif (self.found is None or self._grows) and self._measures(trainer, pl_module):
             self._note(saved_bytes(loss, pl_module.parameters()))
 
-    def _note(self, found: float | None) -> None:
-        self._activations = max(found or 0.0, self._activations or 0.0) or None
+    def _note(self, activations: float | None) -> None:
+        self._activations = max(activations or 0.0, self._activations or 0.0) or None
 
     def _measures(self, trainer: Trainer, module: LightningModule) -> bool:
         return (self.found is None or self._grows) and trainer.global_step >= STEP - 1 and not is_compiled(module)
@@ -220,7 +220,7 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
 
     It walks the graph's nodes. Hooks on saved tensors would be simpler, but torch.func refuses to run under any.
     """
-    found = SavedTensorCounter(parameters)
+    counter = SavedTensorCounter(parameters)
     waiting, seen = [loss.grad_fn], set[Node]()
     while waiting:
         node = waiting.pop()
@@ -233,8 +233,8 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
             for saved in entry if isinstance(entry, tuple | list) else (entry,):
                 # With hooks of others, this is the tensor that they saved; a recomputed block has no tensor here.
                 if isinstance(saved.data, Tensor):
-                    found.note(saved.data)
-    return found.bytes
+                    counter.note(saved.data)
+    return counter.bytes
 
 
 @functools.cache
@@ -250,7 +250,7 @@ def _max_over_ranks(trainer: Trainer, own: StateBytes) -> StateBytes:
         held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
         values = trainer.strategy.reduce(held, reduce_op="max").tolist()
     known = zip(values, asdict(own).values(), strict=True)
-    return StateBytes(*(found if value is not None else None for found, value in known))  # type: ignore[arg-type]
+    return StateBytes(*(maximum if value is not None else None for maximum, value in known))  # type: ignore[arg-type]
 
 
 def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
