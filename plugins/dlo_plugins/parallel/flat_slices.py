@@ -34,12 +34,12 @@ def find_flat_slices(places: Iterable[tuple[int, int]], low: int, high: int) -> 
         low: Begin of the segment.
         high: End of the segment.
     """
-    found = []
+    slices = []
     for number, (start, stop) in enumerate(places):
         first, last = max(start, low), min(stop, high)
         if first < last:
-            found.append(FlatSlice(number, first - start, last - first, first - low))
-    return found
+            slices.append(FlatSlice(number, first - start, last - first, first - low))
+    return slices
 
 
 @dataclass(frozen=True)

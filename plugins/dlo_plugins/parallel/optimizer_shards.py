@@ -279,9 +279,9 @@ class FullTensorShard(OptimizerShard[Group]):
 
     def in_groups(self, groups: list[Group]) -> Self:
         """Returns this shard with its parameters in other groups; owners and local parameters stay."""
-        found = copy.copy(self)
-        found.groups, found._loaded, found._stepped_early = groups, False, False
-        return found
+        shard = copy.copy(self)
+        shard.groups, shard._loaded, shard._stepped_early = groups, False, False
+        return shard
 
     def load_params(self) -> bool:
         """Loads the shards' values, and full ones again if the user's code has written since the gradients were set."""
@@ -363,12 +363,12 @@ class FullTensorShard(OptimizerShard[Group]):
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in all_groups:
             by_dtype[group.dtype].append(group)
-        found = self._stepped_values({name for group in all_groups for name in group.names})
+        values_by_name = self._stepped_values({name for group in all_groups for name in group.names})
         stepped = {
-            name: group.in_partition_order(number, found[name])
+            name: group.in_partition_order(number, values_by_name[name])
             for group in all_groups
             for number, name in enumerate(group.names)
-            if name in found
+            if name in values_by_name
         }
         for dtype, groups in by_dtype.items():
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]

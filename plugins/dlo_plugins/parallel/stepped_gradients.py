@@ -63,11 +63,11 @@ def stepped_gradients(strategy: Any, optimizer: Any) -> list[SteppedGradient]:
         strategy: Strategy of the run.
         optimizer: Optimizer of the run.
     """
-    contract, found = contract_of(strategy), []
+    contract, stepped = contract_of(strategy), []
     for name, tensor in contract.optimizer_tensors(torch_optimizer(optimizer)).items():
         gradient = None if tensor.grad is None else contract.as_shard(name, tensor, tensor.grad)
-        found.append(SteppedGradient(name, contract.as_shard(name, tensor, tensor.detach()), gradient))
-    return found
+        stepped.append(SteppedGradient(name, contract.as_shard(name, tensor, tensor.detach()), gradient))
+    return stepped
 
 
 def gradients_message(names: list[str]) -> str:
@@ -122,10 +122,10 @@ class UserAccess(TorchFunctionMode):
         is_users = not caller.startswith(_LIBRARIES) and not in_backward()
         if is_users and attribute == "grad":
             raise DloError(gradients_message([name]))
-        found = func(*args, **(kwargs or {}))
+        tensor = func(*args, **(kwargs or {}))
         if is_users:
-            self._data.append((name, args[0], -1) if found is None else (name, found, found._version))
-        return found
+            self._data.append((name, args[0], -1) if tensor is None else (name, tensor, tensor._version))
+        return tensor
 
     def written(self) -> list[str]:
         """Returns the names of the parameters whose ``data`` were assigned to or written in place."""
@@ -329,14 +329,14 @@ class UnitNorms:
         Args:
             stepped: This rank's shards.
         """
-        found = self._zeros(2 * self._count + len(self.names))
-        weights, gradients, used = found.split([self._count, self._count, len(self.names)])
+        sums = self._zeros(2 * self._count + len(self.names))
+        weights, gradients, used = sums.split([self._count, self._count, len(self.names)])
         for one in stepped:
             self._add_squares(weights, one.name, one.weight)
             if one.gradient is not None:
                 self._add_squares(gradients, one.name, one.gradient)
                 used[self._numbers[one.name]] = 1
-        dist.all_reduce(found, group=self._group)
+        dist.all_reduce(sums, group=self._group)
         sizes = torch.tensor(self.sizes, device=self._device)
         is_used = torch.repeat_interleave(used > 0, sizes, output_size=self._count)
         return (weights / self.copies).sqrt_(), (gradients / self.copies).sqrt_(), is_used

@@ -74,13 +74,13 @@ def element_indices(shard: Shard) -> None:
 
 
 def _box_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    found, stride = torch.zeros((), dtype=torch.int32, device=device), 1
+    indices, stride = torch.zeros((), dtype=torch.int32, device=device), 1
     for dim in reversed(range(len(shape))):
         first, count = box.offsets[dim], box.sizes[dim]
         along = (torch.arange(first, first + count, device=device) * stride).to(torch.int32)
-        found = found + along.view(-1, *(1 for _ in shape[dim + 1 :]))
+        indices = indices + along.view(-1, *(1 for _ in shape[dim + 1 :]))
         stride *= shape[dim]
-    return found
+    return indices
 
 
 class StochasticSteps:
@@ -129,9 +129,9 @@ class StochasticSteps:
                 return None
 
             def closure() -> Any:  # Lightning's runs forward and backward.
-                found = closures[0]()
+                loss = closures[0]()
                 self.widen(held)
-                return found
+                return loss
 
             swapped = [closure if value is closures[0] else value for value in args]
             return tuple(swapped), {k: closure if v is closures[0] else v for k, v in kwargs.items()}

@@ -105,8 +105,8 @@ class Block(NamedTuple):
         """Returns the mask as a bias of the scores, one for all heads or expanded to each; None without a mask."""
         if self.mask is None:
             return None
-        found = self.mask.bias(self.q.dtype)
-        return found.expand(*self.q.shape[:2], -1, -1) if heads else found
+        bias = self.mask.bias(self.q.dtype)
+        return bias.expand(*self.q.shape[:2], -1, -1) if heads else bias
 
 
 class Result(NamedTuple):
@@ -448,8 +448,8 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None)
     if sinks is None:
         return None
     weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # The sink's value is zero.
-    found = -(weight * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2))
-    return found.to(sinks.dtype)
+    gradient = -(weight * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2))
+    return gradient.to(sinks.dtype)
 
 
 def merge(total: Tensor, known: Tensor, out: Tensor, lse: Tensor) -> None:

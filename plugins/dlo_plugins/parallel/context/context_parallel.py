@@ -106,12 +106,12 @@ class ContextParallel(Applier):
         if cp == 1:
             return ""
         parts = check_model(module, plan, self.gathers)
-        found = f"{len(parts.attention)} attention modules share the sequence by {self.method}"
+        line = f"{len(parts.attention)} attention modules share the sequence by {self.method}"
         kinds = dict.fromkeys(type(module.get_submodule(name)).__name__ for name in parts.gathered)
         if not kinds:
-            return found
+            return line
         more = f"{len(parts.gathered)} modules get full sequences ({', '.join(kinds)})"
-        return f"{found}; {more}: cp does not divide their computation and activations"
+        return f"{line}; {more}: cp does not divide their computation and activations"
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Makes the attention modules of `module` compute over sequences sharded over the mesh's `cp` ranks.
@@ -305,12 +305,12 @@ def outermost(module: nn.Module) -> list[Any]:
     """Returns the outermost models of transformers in a module."""
     from transformers import PreTrainedModel
 
-    found: list[tuple[str, Any]] = []
+    models: list[tuple[str, Any]] = []
     for name, part in module.named_modules():
-        inside = any(not outer or name.startswith(outer + ".") for outer, _ in found)
+        inside = any(not outer or name.startswith(outer + ".") for outer, _ in models)
         if isinstance(part, PreTrainedModel) and not inside:
-            found.append((name, part))
-    return [model for _, model in found]
+            models.append((name, part))
+    return [model for _, model in models]
 
 
 @contextlib.contextmanager

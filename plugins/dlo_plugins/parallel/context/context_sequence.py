@@ -101,7 +101,7 @@ class ContextSequence:
         self.current, self.rows = self._batch, len(ids)
         self._ticket = issue(self.ring, self._batch)
         self._tickets = {None: self._ticket}
-        found = {
+        shard = {
             name: sequence_layout.shard_sequence(value, self.ring.rank, self.ring.size)
             if sequence_layout.in_sequence(value, ids)
             else value
@@ -109,10 +109,10 @@ class ContextSequence:
         }
         if self._batch.prefix:
             places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-            found[ROW_PLACES] = sequence_layout.shard_sequence(places, self.ring.rank, self.ring.size)
+            shard[ROW_PLACES] = sequence_layout.shard_sequence(places, self.ring.rank, self.ring.size)
         if self.keeps_positions:
-            found[FULL_POSITIONS] = sequence_layout.continued_positions(batch, ids)
-        return found
+            shard[FULL_POSITIONS] = sequence_layout.continued_positions(batch, ids)
+        return shard
 
     def with_counts(self, batch: Any) -> Any:
         """Returns a batch with the counts that :meth:`shard` would otherwise read from the device.

@@ -104,8 +104,8 @@ def _stacks(module: nn.Module, blocks: list[str]) -> list[str]:
     if not blocks:
         return []
     kinds = {type(module.get_submodule(name)) for name in blocks}
-    found = [name for name, part in module.named_modules() if type(part) in kinds or name in blocks]
-    return [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+    names = [name for name, part in module.named_modules() if type(part) in kinds or name in blocks]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names if other != name)]
 
 
 def _mixers(module: nn.Module, block: str) -> list[str]:
@@ -119,10 +119,10 @@ def _mixers(module: nn.Module, block: str) -> list[str]:
         parent = name.rpartition(".")[0]
         if isinstance(part, _CONVOLUTIONS) and not _is_inside(name, chosen):
             chosen.add(parent or name)
-    found = [name for name in chosen if not _is_inside(name, chosen - {name})]
-    if not found and is_stateful(root):  # The block itself is the module, such as one without parts that take states.
-        return [block]
-    return [f"{block}.{name}" for name in parts if name in found]
+    outermost = [name for name in chosen if not _is_inside(name, chosen - {name})]
+    if not outermost and is_stateful(root):
+        return [block]  # The block itself is the module, such as one without parts that take states.
+    return [f"{block}.{name}" for name in parts if name in outermost]
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -137,14 +137,14 @@ def _is_inside(name: str, others: Any) -> bool:
 def _outside(module: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
     """Returns the innermost modules outside of blocks that take a cache, a state or a mask."""
     around = {block.rsplit(".", up)[0] for block in blocks for up in range(1, block.count(".") + 1)}
-    found = [
+    stateful = [
         name
         for name, part in module.named_modules()
         if name and name not in around and is_stateful(part) and not _is_inside(name, blocks)
         if "Embedding" not in type(part).__name__  # Positions are counted by a mask; see `needs_full_inputs`.
     ]
-    holders = {name.rsplit(".", up)[0] for name in found for up in range(1, name.count(".") + 1)}
-    return tuple(name for name in found if name not in holders)
+    holders = {name.rsplit(".", up)[0] for name in stateful for up in range(1, name.count(".") + 1)}
+    return tuple(name for name in stateful if name not in holders)
 
 
 def _reads_masks(part: nn.Module) -> bool:
@@ -166,12 +166,14 @@ def _interface_parts(module: nn.Module, name: str) -> list[str]:
     """
     root = module.get_submodule(name)
     parts = {f"{name}.{inner}" if inner else name: part for inner, part in root.named_modules()}
-    found = [] if _convolves(root) else [full for full, part in parts.items() if _uses_interface(part)]
-    around = [full for full in parts if any(_is_inside(one, [full]) for one in found)]
+    attentions = [] if _convolves(root) else [full for full, part in parts.items() if _uses_interface(part)]
+    around = [full for full in parts if any(_is_inside(one, [full]) for one in attentions)]
     mixes = any(
-        is_stateful(part) and full not in (name, *around) for full, part in parts.items() if not _is_inside(full, found)
+        is_stateful(part) and full not in (name, *around)
+        for full, part in parts.items()
+        if not _is_inside(full, attentions)
     )
-    return [] if mixes else found
+    return [] if mixes else attentions
 
 
 def _uses_interface(part: nn.Module) -> bool:
@@ -408,11 +410,11 @@ def _reshapes(model: nn.Module) -> bool:
 
 def _without_mixing(part: nn.Module, name: str, mixing: Sequence[str]) -> list[nn.Module]:
     """Returns the largest modules inside a block, itself not among them, that neither mix positions nor hold others."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for inner, child in part.named_children():
         full = f"{name}.{inner}"
         if any(other.startswith(f"{full}.") for other in mixing):
-            found += _without_mixing(child, full, mixing)
+            modules += _without_mixing(child, full, mixing)
         elif full not in mixing:
-            found.append(child)
-    return found
+            modules.append(child)
+    return modules

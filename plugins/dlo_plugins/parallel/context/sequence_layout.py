@@ -262,8 +262,8 @@ class Documents:
             for name in ("starts", "real", "first_start", "last_start", "padded")
             if (value := getattr(self, name)) is not None
         }
-        self._rows[first, count] = found = replace(self, **cut, _known={}, _rows={}, _masks={})
-        return found
+        self._rows[first, count] = documents = replace(self, **cut, _known={}, _rows={}, _masks={})
+        return documents
 
     def seen(self, query: int, key: int, window: int | None = None) -> Visibility:
         """Returns the visibility of one chunk's keys to another chunk's queries.
@@ -296,21 +296,21 @@ class Documents:
         queries = torch.arange(query * size, (query + 1) * size, device=device)
         keys = torch.arange(key * size, (key + 1) * size, device=device)
         q, k = queries[:, None], keys[None]
-        found = (k <= q)[None]
+        seen = (k <= q)[None]
         if self.prefix:
-            found = found | (k < self.prefix)
+            seen = seen | (k < self.prefix)
         if window is not None:
-            found = found & (q - k < window)
+            seen = seen & (q - k < window)
         if self.starts is not None:
-            found = found & (k >= self.starts[:, query * size : (query + 1) * size, None])
+            seen = seen & (k >= self.starts[:, query * size : (query + 1) * size, None])
             if self.prefix:
-                found = found & (self.starts[:, None, key * size : (key + 1) * size] <= q)
+                seen = seen & (self.starts[:, None, key * size : (key + 1) * size] <= q)
         if self.real is not None:
             # Padding sees itself, so that no row of the softmax is empty; its output is not used.
-            found = found & (self.real[:, None, key * size : (key + 1) * size] | (q == k))
+            seen = seen & (self.real[:, None, key * size : (key + 1) * size] | (q == k))
         if self.sparse is None:
-            return found[:, None]
-        return found[:, None] & self.sparse.mask.visible(queries, keys, self.sparse.heads, self.length)
+            return seen[:, None]
+        return seen[:, None] & self.sparse.mask.visible(queries, keys, self.sparse.heads, self.length)
 
     def _decide(self, query: int, key: int, window: int | None) -> Visibility:
         size = self.size
@@ -344,17 +344,17 @@ def find_documents(positions: Tensor, mask: Tensor | None, chunks: int, ends: Ch
         chunks: Number of chunks of the sequence, a divisor of L.
         ends: Counts of this batch, from :func:`count_ends`; None to count here.
     """
-    found = Documents(positions.shape[1], chunks)
+    documents = Documents(positions.shape[1], chunks)
     if positions.device.type == "meta" or isinstance(positions, FakeTensor):
-        return found
+        return documents
     starts, real = _starts(positions, mask)
     if ends is None:
         ends = _ends(starts, real, chunks)
     if bool(ends.last_start[:, -1].any()):
-        found.starts, found.first_start, found.last_start = starts, ends.first_start, ends.last_start
+        documents.starts, documents.first_start, documents.last_start = starts, ends.first_start, ends.last_start
     if bool(ends.padded.any()):
-        found.real, found.padded = real, ends.padded
-    return found
+        documents.real, documents.padded = real, ends.padded
+    return documents
 
 
 def count_ends(positions: Tensor, mask: Tensor | None, chunks: int) -> ChunkEnds:
@@ -375,9 +375,9 @@ class CountedTensor(Tensor):
     @staticmethod
     def attach(tensor: Tensor, ends: ChunkEnds) -> CountedTensor:
         """Returns a tensor with the counts of its batch."""
-        found = tensor.as_subclass(CountedTensor)
-        found._ends = ends
-        return found
+        counted = tensor.as_subclass(CountedTensor)
+        counted._ends = ends
+        return counted
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the tensor on a device, with the counts, which a write to it makes invalid."""
@@ -389,12 +389,12 @@ class CountedTensor(Tensor):
 
 def read_counts(tensors: Sequence[Tensor]) -> ChunkEnds | None:
     """Returns the counts that all of these tensors keep; None if they differ or a tensor has been written to since."""
-    found = [getattr(tensor, _NAME, (None, None)) for tensor in tensors]
+    counts = [getattr(tensor, _NAME, (None, None)) for tensor in tensors]
     same = all(
-        version == tensor._version and ends is found[0][1]
-        for tensor, (version, ends) in zip(tensors, found, strict=True)
+        version == tensor._version and ends is counts[0][1]
+        for tensor, (version, ends) in zip(tensors, counts, strict=True)
     )
-    return found[0][1] if found and same else None
+    return counts[0][1] if counts and same else None
 
 
 def _starts(positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

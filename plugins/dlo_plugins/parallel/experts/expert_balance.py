@@ -89,10 +89,10 @@ class ExpertBalance(PluginCallback):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        found = gather_balance(trainer, self._loads)
-        if found:
-            self.history.append((trainer.global_step, found))
-            log_scalars(trainer, balance_scalars(found, self.log_experts))
+        balances = gather_balance(trainer, self._loads)
+        if balances:
+            self.history.append((trainer.global_step, balances))
+            log_scalars(trainer, balance_scalars(balances, self.log_experts))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plots the balance so far."""
@@ -148,24 +148,24 @@ def gather_balance(trainer: Trainer, loads: list[RouterLoad]) -> dict[str, Layer
         stages: list[list[Tensor]] = [[] for _ in range(groups.spec.pp)]
         dist.all_gather_object(stages, sums, group=groups.group("pp"))
         sums = [max(parts, key=len) for parts in zip(*stages, strict=True)]  # Other stages' have no elements.
-    found = {plain_name(load.name): describe_balance(part) for load, part in zip(loads, sums, strict=True)}
-    return {name: balance for name, balance in found.items() if balance is not None}
+    balances = {plain_name(load.name): describe_balance(part) for load, part in zip(loads, sums, strict=True)}
+    return {name: balance for name, balance in balances.items() if balance is not None}
 
 
-def balance_scalars(found: dict[str, LayerBalance], log_experts: bool) -> dict[str, float]:
+def balance_scalars(balances: dict[str, LayerBalance], log_experts: bool) -> dict[str, float]:
     """Returns the scalars of a log, by name.
 
     Args:
-        found: Balance of each router.
+        balances: Balance of each router.
         log_experts: Whether each expert's load is among them.
     """
     scalars: dict[str, float] = {}
     for key in ("variation", "peak", "dropped", "entropy"):
-        values = {name: float(getattr(balance, key)) for name, balance in found.items()}
+        values = {name: float(getattr(balance, key)) for name, balance in balances.items()}
         scalars[f"experts/{key}"] = sum(values.values()) / len(values)
         scalars |= {f"experts/{key}/{name}": value for name, value in values.items()}
     if log_experts:
-        for name, balance in found.items():
+        for name, balance in balances.items():
             scalars |= {f"experts/load/{name}/{number}": value for number, value in enumerate(balance.load.tolist())}
     return scalars
 
@@ -182,11 +182,11 @@ def draw_load(history: list[tuple[int, dict[str, LayerBalance]]]) -> Figure:
     names = list(history[-1][1])
     most = max(len(balance.load) for balance in history[-1][1].values())
 
-    def relative(found: dict[str, LayerBalance]) -> Any:  # [layers, experts]
+    def relative(balances: dict[str, LayerBalance]) -> Any:  # [layers, experts]
         rows = np.full((len(names), most), np.nan)
         for row, name in enumerate(names):
-            if name in found:
-                load = found[name].load.numpy()
+            if name in balances:
+                load = balances[name].load.numpy()
                 rows[row, : len(load)] = load * len(load)
         return rows
 
@@ -197,7 +197,8 @@ def draw_load(history: list[tuple[int, dict[str, LayerBalance]]]) -> Figure:
     last.set_yticks(range(len(names)), names, fontsize=6)
     last.set_xlabel("expert")
     last.set_title(f"load over the mean, step {history[-1][0]}")
-    over_time = np.stack([relative(found).reshape(-1) for _, found in history], axis=1)  # [layers * experts, logs]
+    # [layers * experts, logs]
+    over_time = np.stack([relative(balances).reshape(-1) for _, balances in history], axis=1)
     steps = [step for step, _ in history]
     span = (steps[0] - 0.5, steps[-1] + 0.5, len(names) * most - 0.5, -0.5)
     image = course.imshow(over_time, extent=span, **options)

@@ -73,8 +73,8 @@ class ExpertParallel(Applier):
         self._divide(run.model, run.groups.expert_group, run.plan)
 
     def _divide(self, module: nn.Module, group: Any, plan: ParallelPlan) -> None:
-        found = divisible_mixtures(module, plan, group.size())
-        self.exchanges = {mixture.experts: divide_experts(module, mixture, group) for mixture in found}
+        mixtures = divisible_mixtures(module, plan, group.size())
+        self.exchanges = {mixture.experts: divide_experts(module, mixture, group) for mixture in mixtures}
 
     def check(self, module: nn.Module, plan: ParallelPlan, ep: int) -> None:
         """Checks that ranks can share a model's experts, before any process starts.
@@ -207,15 +207,15 @@ def divisible_mixtures(model: nn.Module, plan: ParallelPlan, ep: int) -> list[Mi
     Raises:
         DloError: The model has no mixtures, or one that these ranks cannot share.
     """
-    found = find_mixtures(model, plan)
-    if not found:
+    mixtures = find_mixtures(model, plan)
+    if not mixtures:
         raise DloError(
             f"ep must have mixtures of experts to divide, got {ep} for {type(model).__name__}, in which none was found"
             " (modules with a router, and with experts called with tokens, indices and weights); set ep to 1"
         )
-    for mixture in found:
+    for mixture in mixtures:
         _check_mixture(model, mixture, ep)
-    return found
+    return mixtures
 
 
 def _check_mixture(model: nn.Module, mixture: Mixture, ep: int) -> None:

@@ -303,11 +303,11 @@ class WrittenValues:
         own = torch.stack(sums)  # [parameters, parts + 1]
         highest, lowest = ranks.maximum(own.clone()), -ranks.maximum(-own)
         differs = ((highest - lowest) > _TOLERANCE * highest[:, -1:]).any(1)
-        found = [name for name, one in zip(names, differs.tolist(), strict=True) if one]
-        if found:
+        differing = [name for name, one in zip(names, differs.tolist(), strict=True) if one]
+        if differing:
             raise DloError(
                 "what a step writes to sharded parameters must be the same on all ranks, got other values on each for"
-                f" {shown_names(found)}; compute it from what all ranks have, such as a mean by self.all_gather or"
+                f" {shown_names(differing)}; compute it from what all ranks have, such as a mean by self.all_gather or"
                 " torch.distributed.all_reduce, or write it before the run"
             )
 

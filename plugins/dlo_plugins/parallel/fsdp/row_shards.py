@@ -47,13 +47,13 @@ class RowPartition:
 
     def pieces(self, rank: int) -> list[FlatSlice]:
         """Returns a rank's pieces, in the order of the parameters."""
-        found, offset = [], 0
+        pieces, offset = [], 0
         for number, shape in enumerate(self.shapes):
             start, length = row_range(shape, self.ranks, rank)
             if length:
-                found.append(FlatSlice(number, start, length, offset))
+                pieces.append(FlatSlice(number, start, length, offset))
                 offset += length
-        return found
+        return pieces
 
 
 def row_range(shape: torch.Size, ranks: int, rank: int) -> tuple[int, int]:
@@ -159,8 +159,8 @@ class RowGroup:
     def full_tensor(self, number: int, flat: Tensor) -> Tensor:
         """Returns the full tensor from :meth:`in_partition_order`."""
         dim = self._dims[number]
-        found = flat.view(_first(self.parameters[number].shape, dim))
-        return found.movedim(0, dim).contiguous() if dim else found
+        tensor = flat.view(_first(self.parameters[number].shape, dim))
+        return tensor.movedim(0, dim).contiguous() if dim else tensor
 
     @staticmethod
     def _rows(tensor: Tensor, piece: FlatSlice) -> Tensor:
@@ -467,12 +467,12 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
 
     def _sliced_of(self, names: Set[str]) -> dict[torch.dtype, list[str]]:
         """Returns those of the named tensors that are sliced and that this rank's part of the model owns, by dtype."""
-        found = {dtype: [name for name in same if name in names] for dtype, same in self._sliced.items()}
-        return {dtype: same for dtype, same in found.items() if same}
+        by_dtype = {dtype: [name for name in same if name in names] for dtype, same in self._sliced.items()}
+        return {dtype: same for dtype, same in by_dtype.items() if same}
 
     def _stepped_values(self, names: Set[str]) -> dict[str, Tensor]:
         """Returns this rank's slices of the stepped values, including those of other tp ranks' tensors."""
-        found = {
+        stepped = {
             name: tensor.data for name, tensor in self.local_params.items() if name in names and name not in self.slices
         }
         device, ranks = self.groups[0].device, range(self.tensor_parallel.size)
@@ -488,8 +488,8 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
             received = self.tensor_parallel.exchange(sent, lengths)
             for owned, values in zip(theirs, received, strict=True):
                 sizes = [self._slice_shape(name, mine).numel() for name in owned]
-                found |= dict(zip(owned, values.split(sizes), strict=True))
-        return found
+                stepped |= dict(zip(owned, values.split(sizes), strict=True))
+        return stepped
 
 
 class SeparateShards(OptimizerShard[RowGroup]):

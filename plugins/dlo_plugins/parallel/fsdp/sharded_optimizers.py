@@ -158,8 +158,8 @@ class OptimizerShards:
         Raises:
             DloError: It has assigned to the ``data`` of one, whose optimizer would go on with the memory from before.
         """
-        found = (p for p in self._stepped_parameters() if local_tensor(p).data_ptr() != self._memory.get(id(p)))
-        names = [self._names[id(parameter)] for parameter in found]
+        assigned = (p for p in self._stepped_parameters() if local_tensor(p).data_ptr() != self._memory.get(id(p)))
+        names = [self._names[id(parameter)] for parameter in assigned]
         if names:
             raise DloError(
                 f"parameters under a mesh or FSDP must be written in place, got {shown_names(names)} whose data were"
@@ -239,7 +239,7 @@ class OptimizerShards:
         Each rank of `tp` steps its copy of the first, which then are biases.
         """
         layout, groups = self.sharded.layout, self.sharded.groups
-        found: list[FullTensorShard[RowGroup]] = []
+        shards: list[FullTensorShard[RowGroup]] = []
         for both in (False, True):
             own = {
                 name: layout.slices[name] for name in layout.experts if (layout.slices[name].inner is not None) == both
@@ -248,8 +248,8 @@ class OptimizerShards:
             if of_these:
                 joined = Communicator(groups.expert_slice_group if both else groups.expert_group)
                 own = {name: own[name] for group in of_these for name in group.names}
-                found.append(JoinedTensorShard(of_these, self.sharded.expert_sharers, joined, own))
-        return found
+                shards.append(JoinedTensorShard(of_these, self.sharded.expert_sharers, joined, own))
+        return shards
 
     def _probe(self, optimizer: Optimizer) -> Kind:
         """Returns what an update depends on; tp ranks, whose slices may differ in shape, agree."""
@@ -393,12 +393,12 @@ class OptimizerShards:
         @torch.no_grad()
         def arrived(_: Tensor) -> None:
             gradients = {name: p.grad for name, p in zip(group.names, group.parameters, strict=True)}
-            found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-            if len(found) < len(gradients):
+            present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            if len(present) < len(gradients):
                 return
             if group.step_device != self.sharded.device:
                 torch.get_device_module(self.sharded.device).current_stream().synchronize()
-            self.sharded.reduce_partial(found)
+            self.sharded.reduce_partial(present)
             share.step_group(group, ready)
             group.all_gather_params()
             for parameter in group.parameters:
@@ -459,11 +459,11 @@ class OptimizerShards:
     def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""
         share = self._shares[id(optimizer)]
-        found = dict(share.local_params) if share is not None else {}
+        tensors = dict(share.local_params) if share is not None else {}
         for tensor in stepped_tensors(optimizer):
             if id(tensor) in self._names:
-                found[self._names[id(tensor)]] = tensor
-        return found
+                tensors[self._names[id(tensor)]] = tensor
+        return tensors
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the parameter names of each parameter group, those of other ranks' shards too."""
@@ -490,16 +490,16 @@ class OptimizerShards:
             return None
         if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:
             return share.empty_shard(name, shape, dtype)
-        found = share.empty_shard(name, cut.slice_shape(shape), dtype)
-        return share.empty_shard(name, shape, dtype) if isinstance(found, Tensor) else place_in_slice(found, cut)
+        shard = share.empty_shard(name, cut.slice_shape(shape), dtype)
+        return share.empty_shard(name, shape, dtype) if isinstance(shard, Tensor) else place_in_slice(shard, cut)
 
 
 def _place(share: OptimizerShard[RowGroup], slices: dict[str, TensorSlice], name: str, value: Tensor) -> Shard:
     """Returns a tensor in the shape of a stepped one as a shard of the parameter."""
-    found = share.as_shard(name, value)
+    shard = share.as_shard(name, value)
     # State in the parameter's shape is a shard under an elementwise optimizer; a step count is not.
     cut = slices.get(name)
-    return found if cut is None or isinstance(found, Tensor) else place_in_slice(found, cut)
+    return shard if cut is None or isinstance(shard, Tensor) else place_in_slice(shard, cut)
 
 
 def _parameters(share: OptimizerShard[RowGroup]) -> list[nn.Parameter]:

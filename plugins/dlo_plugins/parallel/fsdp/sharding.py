@@ -384,10 +384,10 @@ class ShardedModule:
         """
 
         def run(*given: Any) -> Any:
-            found = function(*given)
+            step_output = function(*given)
             for root in self._sharded_roots() if self.options.whole_steps else ():
                 resume_forward(root)
-            return found
+            return step_output
 
         return self.call(run, *args)
 
@@ -479,8 +479,8 @@ class ShardedModule:
             of_all_copies: Whether to ask the ranks of copies that train by themselves too.
         """
         ranks = self._data if of_all_copies else self._averaging
-        found = ranks.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))
-        return [bool(flag) for flag in found.tolist()]
+        on_any_rank = ranks.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))
+        return [bool(flag) for flag in on_any_rank.tolist()]
 
     @torch.no_grad()
     def reduce_partial(self, gradients: Mapping[str, Tensor] | None = None) -> None:
@@ -634,7 +634,7 @@ def match_units(module: nn.Module, patterns: list[str]) -> list[str]:
         DloError: A pattern matches nothing, or a container, which is never called.
     """
     names = [name for name, _ in module.named_modules() if name]
-    found: list[str] = []
+    units: list[str] = []
     for pattern in patterns:
         matches = ParallelPlan(blocks=(pattern,)).block_names(module)
         if not matches:
@@ -647,8 +647,8 @@ def match_units(module: nn.Module, patterns: list[str]) -> list[str]:
                 "units must name modules that are called, since a call gathers them, got"
                 f" {type(module.get_submodule(container)).__name__} '{container}'; name its modules: '{container}.*'"
             )
-        found += matches
-    return list(dict.fromkeys(found))
+        units += matches
+    return list(dict.fromkeys(units))
 
 
 def find_roots(module: nn.Module) -> list[nn.Module]:

@@ -33,13 +33,13 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("dlo mesh", description=_HELP, epilog=_EPILOG)
     parser.add_argument("--ranks", type=int, help="number of ranks (default: trainer.devices x trainer.num_nodes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     check_number("mesh: --ranks", options.ranks, "at least 1")
 
-    with prepared_process(found), config_only("dlo mesh"):
+    with prepared_process(config_scan), config_only("dlo mesh"):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
 
-        run = SimulatedRun(found, options.ranks, "dlo mesh")
+        run = SimulatedRun(config_scan, options.ranks, "dlo mesh")
         mesh = contract_of(run.trainer.strategy).ability(ArrangesRanks, "dlo mesh")
         description = mesh.describe(run.model, run.datamodule)
         for frozen in run.second_models():

@@ -496,7 +496,7 @@ def prepare_model(module: Any) -> tuple[nn.Module, ParallelPlan | None]:
 
 def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of ranks that differ along one axis only, or in `ep`."""
-    found: dict[Coordinates, list[int]] = {}
+    groups: dict[Coordinates, list[int]] = {}
     for rank in range(spec.world_size):
         place = spec.coordinates(rank)
         if axis == "ep":
@@ -504,23 +504,23 @@ def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
             alike = place._replace(dp_shard=number, cp=0)
         else:
             alike = place._replace(**{axis: 0})
-        found.setdefault(alike, []).append(rank)
-    return tuple(sorted(tuple(ranks) for ranks in found.values()))
+        groups.setdefault(alike, []).append(rank)
+    return tuple(sorted(tuple(ranks) for ranks in groups.values()))
 
 
-def _describe_mixtures(model: nn.Module, found: Sequence[Mixture], ep: int) -> MixtureDescription | None:
-    if not found:
+def _describe_mixtures(model: nn.Module, mixtures: Sequence[Mixture], ep: int) -> MixtureDescription | None:
+    if not mixtures:
         return None
-    first = found[0]
+    first = mixtures[0]
     total = sum(parameter.numel() for parameter in model.parameters())
-    parameters = sum(mixture.count_parameters(model) for mixture in found)
+    parameters = sum(mixture.count_parameters(model) for mixture in mixtures)
     return MixtureDescription(
-        mixtures=len(found),
+        mixtures=len(mixtures),
         experts=first.count,
         local=first.count // ep,
         top_k=first.top_k,
         parameters=parameters,
-        active=total - parameters + sum(mixture.count_active(model) for mixture in found),
+        active=total - parameters + sum(mixture.count_active(model) for mixture in mixtures),
     )
 
 
@@ -528,11 +528,11 @@ def collapse_ranges(names: Sequence[str]) -> str:
     """Returns names with runs of consecutive numbers at their ends collapsed: `layers.0-3, norm`."""
     runs: list[tuple[str, int, int] | str] = []
     for name in names:
-        found = re.fullmatch(r"(.*?)(\d+)", name)
-        if found is None:
+        match = re.fullmatch(r"(.*?)(\d+)", name)
+        if match is None:
             runs.append(name)
             continue
-        stem, number = found.group(1), int(found.group(2))
+        stem, number = match.group(1), int(match.group(2))
         last = runs[-1] if runs else ""
         if isinstance(last, tuple) and last[0] == stem and last[2] + 1 == number:
             runs[-1] = (stem, last[1], number)

@@ -172,11 +172,11 @@ class MeshEngine(DelayedGradients):
             with self.full_values("training step"), self._watch("training_step") as step:
                 by_hand = not self.module.automatic_optimization
                 with self._fit.shares.guard_writes() if by_hand else contextlib.nullcontext():
-                    found = self.sharded.call_with_backwards(step, batch, *args)
+                    step_output = self.sharded.call_with_backwards(step, batch, *args)
                 self._check_writes()
             if by_hand:
                 self.sharded.compares_all = False
-            return found
+            return step_output
         accumulates = self._fit.is_open
         self._open_window()
         self.sharded.set_sync(False)
@@ -193,10 +193,10 @@ class MeshEngine(DelayedGradients):
             if self.pipelined is not None:
                 return self.sharded.call(self.pipelined.evaluate, batch, *args if step == "validation_step" else ())
             with self._watch(step) as function:
-                found = self.sharded.call(function, batch, *args)
+                step_output = self.sharded.call(function, batch, *args)
                 self._check_writes()
             self.sharded.compares_all = False
-            return found
+            return step_output
 
     def predict(self, batch: Any, *args: Any) -> Any:
         """Runs ``predict_step`` with parameters gathered."""
@@ -377,8 +377,8 @@ class MeshEngine(DelayedGradients):
         """Returns the parameters tied across stages that are among ``names`` on any of their ranks."""
         if self.pipelined is None:
             return set()
-        found = self.pipelined.pipeline.tied.named_on_any_rank({name.removeprefix(_MODEL) for name in names})
-        return {f"{_MODEL}{name}" for name in found}
+        tied = self.pipelined.pipeline.tied.named_on_any_rank({name.removeprefix(_MODEL) for name in names})
+        return {f"{_MODEL}{name}" for name in tied}
 
     # --- state of module and optimizers --------------------------------------------------------------------
 
@@ -407,22 +407,22 @@ class MeshEngine(DelayedGradients):
         """
         if self.pipelined is not None:
             self.pipelined.pipeline.drain()
-        found = self._averaged_gradients()
+        gradients = self._averaged_gradients()
         if self._fit.is_summed:
-            return found
-        tied = self._tied_on_any_rank(found)
-        for name in tied - found.keys():  # Only another stage has used it.
+            return gradients
+        tied = self._tied_on_any_rank(gradients)
+        for name in tied - gradients.keys():  # Only another stage has used it.
             zeros = like_gradient(self.sharded.parameters[name])
-            found[name] = attach_slice(zeros, self.sharded.layout.slices.get(name))
+            gradients[name] = attach_slice(zeros, self.sharded.layout.slices.get(name))
         slices = self.sharded.layout.slices
-        for name, key in ((name, self._partial_key(name)) for name in list(found)):
+        for name, key in ((name, self._partial_key(name)) for name in list(gradients)):
             if key is not None:
-                found[key] = attach_slice(_memory(found[name]).clone(), slices.get(name))
-        self.sharded.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
+                gradients[key] = attach_slice(_memory(gradients[name]).clone(), slices.get(name))
+        self.sharded.reduce_partial({name: _memory(gradient) for name, gradient in gradients.items()})
         if self.pipelined is not None:
-            shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
+            shares = {name.removeprefix(_MODEL): _memory(gradients[name]) for name in tied}
             self.pipelined.pipeline.tied.sum_tensors(shares)
-        return found
+        return gradients
 
     @torch.no_grad()
     def delayed_gradients(self) -> tuple[dict[str, Shard] | None, float] | None:
@@ -439,11 +439,12 @@ class MeshEngine(DelayedGradients):
         if delayed.gradients is None:
             return None, loss
         copies = {name: gradient.detach().clone() for name, gradient in delayed.gradients.items()}
-        found, slices = {f"{_MODEL}{name}": gradient for name, gradient in copies.items()}, self.sharded.layout.slices
-        self.sharded.average(found)
-        self.sharded.reduce_partial(found)
+        gradients = {f"{_MODEL}{name}": gradient for name, gradient in copies.items()}
+        self.sharded.average(gradients)
+        self.sharded.reduce_partial(gradients)
         self.pipelined.pipeline.tied.sum_tensors(copies)
-        return {name: attach_slice(gradient, slices.get(name)) for name, gradient in found.items()}, loss
+        slices = self.sharded.layout.slices
+        return {name: attach_slice(gradient, slices.get(name)) for name, gradient in gradients.items()}, loss
 
     @torch.no_grad()
     def restore_delayed_gradients(self, saved: Mapping[str, Any] | None, loss: float) -> None:
@@ -453,14 +454,14 @@ class MeshEngine(DelayedGradients):
         if saved is None:
             self.pipelined.pipeline.delayed = DelayedStep(None, value)
             return
-        gradients, found = as_lazy_state_dict(saved), dict[str, Tensor]()
+        gradients, restored = as_lazy_state_dict(saved), dict[str, Tensor]()
         for name, parameter in self.sharded.parameters.items():
             if name in gradients:
                 gradient = like_gradient(parameter)
                 if self._restores_sum(name):
                     gradients.read_into(name, attach_slice(gradient, self.sharded.layout.slices.get(name)))
-                found[name.removeprefix(_MODEL)] = gradient
-        self.pipelined.pipeline.delayed = DelayedStep(found, value)
+                restored[name.removeprefix(_MODEL)] = gradient
+        self.pipelined.pipeline.delayed = DelayedStep(restored, value)
 
     def _averaged_gradients(self) -> dict[str, Shard]:
         parameters, gathered = self.sharded.parameters, self._fit.usage.gathered
@@ -469,7 +470,7 @@ class MeshEngine(DelayedGradients):
         anywhere = functools.partial(self.sharded.any_rank, of_all_copies=True)
         unreduced = anywhere([wholes.get(name) is not None for name in parameters])
         reduced = anywhere([parameter.grad is not None for parameter in parameters.values()])
-        found: dict[str, Shard] = {}
+        averaged: dict[str, Shard] = {}
         for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
             if not adds and not has:
                 continue
@@ -484,8 +485,8 @@ class MeshEngine(DelayedGradients):
             elif parameter.ndim == 0 or self.sharded.is_replicated:
                 part = self.sharded.mean(part, name in self.sharded.layout.experts)
             self.sharded.average_copies(local_tensor(part))
-            found[name] = attach_slice(part, self.sharded.layout.slices.get(name))
-        return found
+            averaged[name] = attach_slice(part, self.sharded.layout.slices.get(name))
+        return averaged
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restores an unfinished accumulation, to which the next micro-batches add their gradients.

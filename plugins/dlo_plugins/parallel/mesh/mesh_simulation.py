@@ -139,11 +139,11 @@ def substitute_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
         batch: Batch, which is not used.
     """
     heads = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    found = next(((module, shard) for module in heads if (shard := shard_of(module)) is not None), None)
+    split_head = next(((module, shard) for module in heads if (shard := shard_of(module)) is not None), None)
     first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)
-    if found is None or first.shape[-1] == found[1].size:
+    if split_head is None or first.shape[-1] == split_head[1].size:
         return first.float().sum()
-    module, shard = found
+    module, shard = split_head
     logits = module(shard.enter(first.flatten(0, -2)), split=True).float()
     targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
     return shard.cross_entropy(logits, targets).sum()
@@ -475,13 +475,13 @@ def _distinct_ranks(task: Any, plan: ParallelPlan, pipelining: Any, spec: MeshSp
         return [0]
     where = make_placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank)
     stages = make_stages(task.model, plan, where.stages, pipelining.split or "balanced")
-    found: dict[Any, int] = {}
+    by_kind: dict[Any, int] = {}
     for pp in range(spec.pp):
         held = where.stages_of(pp)
         blocks = [block_kind(task.model.get_submodule(name)) for stage in held for name in stages.blocks_of(stage)]
         ends = [stage for stage in held if stage in (0, where.stages - 1)]
-        found.setdefault((tuple(ends), tuple(blocks)), spec.rank(Coordinates(pp, 0, 0, 0, 0)))
-    return list(found.values())
+        by_kind.setdefault((tuple(ends), tuple(blocks)), spec.rank(Coordinates(pp, 0, 0, 0, 0)))
+    return list(by_kind.values())
 
 
 def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
@@ -534,12 +534,12 @@ def _frames(error: BaseException) -> Iterator[Any]:
 
 def _innermost(error: BaseException, model: nn.Module, names: dict[int, str]) -> str:
     """Returns the name of the innermost module of a model in which an error was raised."""
-    found = ""
+    innermost = ""
     for frame in _frames(error):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(id(module)):
-            found = names[id(module)]
-    return found
+            innermost = names[id(module)]
+    return innermost
 
 
 def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloError:

@@ -145,22 +145,22 @@ class MeshOptions:
         # Two versions of the parameters are in use all the time, so that each rank has both of them in full.
         alone = dataclasses.replace(spec, dp_replicate=1, dp_shard=1, cp=1)
         gathered = "bfloat16" if self.bf16_weights == "masters" else None
-        found = self.appliers.shard.options(self.precision, alone, self.device, module, whole_steps, gathered)
-        return dataclasses.replace(found, full_parameters=True)
+        options = self.appliers.shard.options(self.precision, alone, self.device, module, whole_steps, gathered)
+        return dataclasses.replace(options, full_parameters=True)
 
     def cut_options(self) -> dict[str, Any]:
         """Returns the options, by name, that cannot change after the model has been cut."""
         spec, pipelining = self.spec, self.pipelining
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if spec.pp > 1:
-            found |= {"schedule": pipelining.schedule, "split": pipelining.split}
-            found |= {"stages_per_rank": pipelining.stages_per_rank}
+            options |= {"schedule": pipelining.schedule, "split": pipelining.split}
+            options |= {"stages_per_rank": pipelining.stages_per_rank}
         if spec.cp > 1:
-            found["cp_method"] = self.appliers.context.method
+            options["cp_method"] = self.appliers.context.method
         if spec.tp > 1:
-            found["sequence_parallel"] = self.appliers.tensor.sequence_parallel
-            found["async_tp"] = self.appliers.tensor.async_tp
-        return found
+            options["sequence_parallel"] = self.appliers.tensor.sequence_parallel
+            options["async_tp"] = self.appliers.tensor.async_tp
+        return options
 
     def check(self, module: Any, datamodule: Any = None) -> Task:
         """Checks that the axes can cut a module's model; returns the module with the model on the meta device.
@@ -225,9 +225,9 @@ class ParallelState:
     @staticmethod
     def of(module: LightningModule) -> ParallelState | None:
         """Returns a module's state; None for a module that no mesh has sharded."""
-        found = module.__dict__.get(_STATE)
-        assert found is None or isinstance(found, ParallelState)
-        return found
+        state = module.__dict__.get(_STATE)
+        assert state is None or isinstance(state, ParallelState)
+        return state
 
     def check_unchanged(self, options: MeshOptions, trains: bool) -> None:
         """Checks that the options by which the module was sharded, in this run or an earlier one, are those of now.

@@ -165,9 +165,9 @@ def _without_memory(task: Task) -> Any:
     """
     memo: dict[int, Any] = {id(task._trainer): None, id(task._fabric): None}
     for tensor in [*task.parameters(), *task.buffers()]:
-        found = tensor.detach().to("meta")
+        meta_tensor = tensor.detach().to("meta")
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+        memo[id(tensor)] = torch.nn.Parameter(meta_tensor, tensor.requires_grad) if is_parameter else meta_tensor
     return copy.deepcopy(task, memo)
 
 
@@ -269,9 +269,9 @@ class PipelinedTask(Pipelined):
     def outputs(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
         parts = self._split(batch, self._evaluated_parts(batch_size(batch)))
-        found = self.pipeline.evaluate(parts, self._forward, self._next_stream())
+        outputs = self.pipeline.evaluate(parts, self._forward, self._next_stream())
         rows = [batch_size(part) for part in parts]
-        return None if found is None else concat_batches(found, [number / sum(rows) for number in rows])
+        return None if outputs is None else concat_batches(outputs, [number / sum(rows) for number in rows])
 
     def _next_stream(self) -> int:
         self._evaluated += 1
@@ -298,19 +298,19 @@ class PipelinedTask(Pipelined):
         """
         outputs, before = self.outputs(batch), self._updates()
         with self.pipeline.without_other_stages():
-            found = measure(self.task, outputs, batch) if self.pipeline.is_last else {}
+            measures = measure(self.task, outputs, batch) if self.pipeline.is_last else {}
         updated = {
             name: (count, _list_shapes(self.task.get_submodule(name)))
             for name, count in self._updates().items()
             if count != before[name]
         }
-        message: list[Any] = [({name: self._encode_measure(value) for name, value in found.items()}, updated)]
+        message: list[Any] = [({name: self._encode_measure(value) for name, value in measures.items()}, updated)]
         dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
         if not self.pipeline.is_last:
             values, updated = message[0]
-            found = {name: self._decode_measure(value) for name, value in values.items()}
+            measures = {name: self._decode_measure(value) for name, value in values.items()}
             self._count_as_updated(updated)
-        log_measures(self.task, found, batch)
+        log_measures(self.task, measures, batch)
         if batch_idx is not None and (generates := self.task.find_ability(Generates)) is not None:
             generates.after_validation_step(batch_idx)
 
@@ -402,16 +402,16 @@ class PipelinedTask(Pipelined):
         if self._select is not None:
             self._rows = {id(part): (0, batch_size(part))}
             self._select(*self._rows[id(part)])
-        found = self.pipeline.evaluate([part], forward, self._next_stream())
+        outputs = self.pipeline.evaluate([part], forward, self._next_stream())
         if len(self._output_layouts) >= self.pipeline.most_shapes:
             self._output_layouts.clear()
         if key not in self._output_layouts:
-            message = [None if found is None else (tuple(found[0].shape), found[0].dtype)]
+            message = [None if outputs is None else (tuple(outputs[0].shape), outputs[0].dtype)]
             dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
             assert message[0] is not None
             self._output_layouts[key] = message[0]
         shape, dtype = self._output_layouts[key]
-        output = torch.empty(shape, dtype=dtype, device=self.pipeline.device) if found is None else found[0]
+        output = torch.empty(shape, dtype=dtype, device=self.pipeline.device) if outputs is None else outputs[0]
         output = output.contiguous()
         dist.broadcast(output, group=self.pipeline.group, group_src=self._source)
         return output
@@ -448,14 +448,14 @@ class PipelinedTask(Pipelined):
         length = batch_size(batch)
         if length >= self.micro_batches:
             return self._split(batch, self.micro_batches)
-        found = next((number for number in range(length, 0, -1) if self.pipeline.can_run(number)), None)
-        if found is None:
+        count = next((number for number in range(length, 0, -1) if self.pipeline.can_run(number)), None)
+        if count is None:
             raise DloError(
                 f"a rank's batch must have at least one sample per micro-batch, got {length} samples, and"
                 f" {self.pipeline.schedule} on {self.pipeline.placement.ranks} ranks cannot run that few micro-batches;"
                 " set drop_last=True in the loader if the batch is an epoch's last, or else a larger batch_size or 1F1B"
             )
-        return self._split(batch, found)
+        return self._split(batch, count)
 
     def _split(self, batch: Any, count: int) -> list[Any]:
         length = batch_size(batch)
@@ -530,9 +530,9 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
     inside = find_ability(task, LooksInside)
     if inside is None:
         return
-    found = {axis: f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1}
-    found |= {"sequence_parallel": "sequence_parallel: true"} if sequence_parallel and spec.tp > 1 else {}
-    divided = [text for axis, text in found.items() if axis in inside.divided_by]
+    by_axis = {axis: f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1}
+    by_axis |= {"sequence_parallel": "sequence_parallel: true"} if sequence_parallel and spec.tp > 1 else {}
+    divided = [text for axis, text in by_axis.items() if axis in inside.divided_by]
     if divided:
         needed = "all blocks and full sequences" if "pp" in inside.divided_by else "full sequences"
         raise DloError(

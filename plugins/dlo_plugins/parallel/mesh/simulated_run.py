@@ -23,7 +23,7 @@ class SimulatedRun:
     """Model, data and trainer of ``dlo fit``, without callbacks, loggers and a run folder.
 
     Args:
-        found: Scanned command line, with ``fit`` as its command.
+        config_scan: Scanned command line, with ``fit`` as its command.
         ranks: Number of ranks, in place of the trainer's devices x nodes; None keeps those.
         prog: Words that call the command, for usage lines.
         infers_ranks: Whether a run whose devices depend on the machine has the ranks of its mesh's axes, and one rank
@@ -43,10 +43,10 @@ class SimulatedRun:
     """
 
     def __init__(
-        self, found: ConfigScan, ranks: int | None, prog: str, infers_ranks: bool = False, unplanned: bool = False
+        self, config_scan: ConfigScan, ranks: int | None, prog: str, infers_ranks: bool = False, unplanned: bool = False
     ) -> None:
         silence_lightning()
-        cli = DloCLI(found, prog)
+        cli = DloCLI(config_scan, prog)
         self.user_config = cli.user_config()
         if unplanned:
             for key, value in (("strategy", "auto"), ("devices", 1), ("num_nodes", 1)):

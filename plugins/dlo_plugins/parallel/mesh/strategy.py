@@ -338,9 +338,9 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
         tp = self.mesh_spec().tp
         if tp > 1:
             plan = self._options.checked_plan(task, run_datamodule(task._trainer))
-            found = self.appliers.tensor.coverage(task.model, plan, tp)
-            if found.sharded_fraction < NEARLY_ALL:
-                rank_zero_info(f"tensor parallelism {found.describe()}")
+            coverage = self.appliers.tensor.coverage(task.model, plan, tp)
+            if coverage.sharded_fraction < NEARLY_ALL:
+                rank_zero_info(f"tensor parallelism {coverage.describe()}")
             for line in self.appliers.tensor.describe_inferred(task.model):
                 rank_zero_info(line)
 
@@ -359,8 +359,8 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
 
     def _divided_gradients(self) -> str:
         """Returns the axes of which a rank has other gradients than the others, in words."""
-        spec, found = self.mesh_spec(), self._running
-        sizes = {"pp": spec.pp, "tp": 1 if found.gives_full_values else spec.tp, "ep": spec.ep}
+        spec, engine = self.mesh_spec(), self._running
+        sizes = {"pp": spec.pp, "tp": 1 if engine.gives_full_values else spec.tp, "ep": spec.ep}
         return " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
     # --- steps ---------------------------------------------------------------------------------------------
@@ -525,27 +525,27 @@ class MeshStrategy(ShardedStrategy, ArrangesRanks):
         """Returns the abilities, by the mesh's axes and the options."""
         spec, answers = self.mesh_spec(), MeshAbilities(self)
         kinds: tuple[type[Ability], ...] = (PlacesSecondModel, Replicas, SplitsSequences, StepsInBackward)
-        found: dict[type[Ability], Ability | str] = super().abilities() | dict.fromkeys(kinds, answers)
-        found[HalfPrecisionGradients] = self.appliers.shard
+        abilities: dict[type[Ability], Ability | str] = super().abilities() | dict.fromkeys(kinds, answers)
+        abilities[HalfPrecisionGradients] = self.appliers.shard
         if spec.dp_replicate == 1:
-            found[Replicas] = Replicas.one_copy
+            abilities[Replicas] = Replicas.one_copy
         if spec.pp > 1:
-            found[StepsInBackward] = (
+            abilities[StepsInBackward] = (
                 f"pp={spec.pp} adds up the gradients of micro-batches, so that those of all of a stage's parameters"
                 " exist before the last micro-batch's backward; set pp=1"
             )
         elif self.appliers.shard.find_unused:
-            found[StepsInBackward] = USED_AT_THE_END
+            abilities[StepsInBackward] = USED_AT_THE_END
         if self._pipelined is not None:
-            found[Pipelined] = self._pipelined
+            abilities[Pipelined] = self._pipelined
         if spec.pp > 1 and not flushes(self.pipelining.schedule):
-            found[Replicas] = (
+            abilities[Replicas] = (
                 "its schedule applies the gradients of the step before, which belong to weights before an outer step;"
                 " set schedule: 1F1B"
             )
             if self.engine is not None:
-                found[DelayedGradients] = self.engine
-        return found
+                abilities[DelayedGradients] = self.engine
+        return abilities
 
     def _share_buffers(self) -> None:
         """Broadcasts buffers over data-parallel ranks, and from the stage that computes with each to the others."""

@@ -390,8 +390,8 @@ class Exchange:
     def receive_hidden(self, stage: int, micro_batch: int) -> Tensor:
         """Returns the hidden state with which a stage begins, as a leaf."""
         item = Message(False, stage, micro_batch)
-        found = self._receive(item, stage - 1)
-        return found.detach().requires_grad_(self._layout(item).requires_grad)
+        hidden = self._receive(item, stage - 1)
+        return hidden.detach().requires_grad_(self._layout(item).requires_grad)
 
     def receive_gradient(self, stage: int, micro_batch: int) -> Tensor:
         """Returns the gradient of the hidden state that a stage has sent."""
@@ -529,12 +529,12 @@ class TiedGroup:
 
 def find_tied_groups(model: nn.Module, stages: Stages, placement: Placement) -> list[TiedGroup]:
     """Returns the parameters that stages of several ranks use."""
-    found = []
+    groups = []
     for name, _ in model.named_parameters():
         ranks = sorted({placement.rank_of(stage) for stage in stages.stages_of(name)})
         if len(ranks) > 1:
-            found.append(TiedGroup(name, tuple(ranks)))
-    return found
+            groups.append(TiedGroup(name, tuple(ranks)))
+    return groups
 
 
 class TiedWeights:
@@ -584,8 +584,8 @@ class TiedWeights:
         named = [tied.name in names for tied in self._groups]
         flags = torch.tensor(named, dtype=torch.uint8, device=self._transport.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._transport.group)
-        found = {tied.name for tied, flag in zip(self._groups, flags.tolist(), strict=True) if flag}
-        return found & {tied.name for tied in self._held}
+        on_any_rank = {tied.name for tied, flag in zip(self._groups, flags.tolist(), strict=True) if flag}
+        return on_any_rank & {tied.name for tied in self._held}
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Returns the ranks of the pipeline that hold a tied weight, by its first name; none for another parameter."""

@@ -140,9 +140,9 @@ class Placeholder(Tensor):
         if torch.Tag.dynamic_output_shape in func.tags and _shape_needs_values(name, args):
             raise check.error(f"a shape computed from values of '{first.source}' by '{name}'")
         values = tree_map_only(Placeholder, lambda tensor: tensor.value, (args, kwargs))
-        found = func(*values[0], **values[1])
+        out = func(*values[0], **values[1])
         if by_shape:
-            return found
+            return out
         others = {id(tensor) for tensor in tensors}
 
         def wrapped(tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Placeholder(Tensor):
                 raise check.error(f"buffer '{buffer}' computed from '{first.source}'")
             return tensor  # It has been written to, and now holds NaN.
 
-        return tree_map_only(Tensor, wrapped, found)
+        return tree_map_only(Tensor, wrapped, out)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def _held(place: list[Any] | dict[Any, Any]) -> list[Any]:
 def _shape_needs_values(name: str, args: tuple[Any, ...]) -> bool:
     """Returns whether the shape of an operation's result depends on placeholders' values."""
     deciding = tree_iter(args[1:] if name in ("index", "masked_select") else args)
-    found = [leaf for leaf in deciding if isinstance(leaf, Placeholder)]
-    return any(name != "index" or leaf.dtype in (torch.bool, torch.uint8) for leaf in found)
+    placeholders = [leaf for leaf in deciding if isinstance(leaf, Placeholder)]
+    return any(name != "index" or leaf.dtype in (torch.bool, torch.uint8) for leaf in placeholders)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -462,11 +462,11 @@ class StageForward:
         """Returns the tensors of one message, in the shapes of those that were sent."""
         if len(sent) == 1:
             return [received]
-        found, end = [], 0
+        tensors, end = [], 0
         for tensor in sent:
             begin, end = end, end + tensor.numel()
-            found.append(received[begin:end].view(tensor.shape).to(tensor.dtype))
-        return found
+            tensors.append(received[begin:end].view(tensor.shape).to(tensor.dtype))
+        return tensors
 
     def _exit(self, name: str, module: nn.Module) -> nn.Module:
         def leave(*args: Any, **kwargs: Any) -> Any:

@@ -52,20 +52,20 @@ class Stages:
         self.stem_units = {unit: self._stem_stage(unit) for unit in _units(model, plan.stem)}
         heads = _units(model, plan.head)
         shared: dict[int, set[int]] = {}
-        found: dict[str, Tensor] = {}
+        staged: dict[str, Tensor] = {}
         for name, tensor in named_tensors(model):
             stage = self._own_stage(name, isinstance(tensor, nn.Parameter))
             if stage is not None:
                 shared.setdefault(id(tensor), set()).add(stage)
-                found[name] = tensor
-        for name, tensor in found.items():
+                staged[name] = tensor
+        for name, tensor in staged.items():
             self._stages[name] = tuple(sorted(shared[id(tensor)]))
         units = {head: [of for name, of in self._stages.items() if name.startswith(head + ".")] for head in heads}
         self.absent_heads = [
             [head for head, stages in units.items() if any(stage not in of for of in stages)]
             for stage in range(self.count)
         ]
-        stem_parameters = (name for name, tensor in found.items() if isinstance(tensor, nn.Parameter))
+        stem_parameters = (name for name, tensor in staged.items() if isinstance(tensor, nn.Parameter))
         self.stem_tensors = {
             name: self._stem_stage(name)
             for name in stem_parameters
@@ -396,11 +396,11 @@ def _best(blocks: int, stages: int, join: Callable[[float, int, int, int], float
     best = [0.0] + [float("inf")] * blocks  # by the number of blocks in the stages so far
     begins: list[list[int]] = []
     for stage in range(stages):
-        found, begin = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
+        least, begin = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
         for end in range(stage + 1, blocks + 1):
             values = [(join(best[first], stage, first, end), first) for first in range(stage, end)]
-            found[end], begin[end] = min(values)
-        best = found
+            least[end], begin[end] = min(values)
+        best = least
         begins.append(begin)
     counts, end = [], blocks
     for begin in reversed(begins):

@@ -563,9 +563,9 @@ class Pipeline:
             if result.requires_grad:
                 self._run_backward(result, gradient)
         if received is not None and received.requires_grad:
-            found, received.grad = received.grad, None
-            found = torch.zeros_like(received) if found is None else found
-            step.exchange.send_gradient(stage - 1, step.first + number, found)
+            input_gradient, received.grad = received.grad, None
+            input_gradient = torch.zeros_like(received) if input_gradient is None else input_gradient
+            step.exchange.send_gradient(stage - 1, step.first + number, input_gradient)
 
     def _run_backward(self, result: Tensor, gradient: Tensor | None) -> None:
         try:

@@ -257,7 +257,7 @@ def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_bat
     """
     what = f"schedule {name} ({rule.order.__module__}.{rule.order.__qualname__})"
     try:
-        found = tuple(rule.order(where, rank, micro_batches))
+        actions = tuple(rule.order(where, rank, micro_batches))
     except DloError:
         raise
     except Exception as error:
@@ -265,10 +265,10 @@ def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_bat
             f"{what} must return a rank's actions for (placement, rank, micro_batches), got"
             f" {type(error).__name__}: {error}; correct the function"
         ) from error
-    other = next((action for action in found if not isinstance(action, Action)), None)
+    other = next((action for action in actions if not isinstance(action, Action)), None)
     if other is not None:
         raise DloError(f"{what} must return Actions, got {other!r}; return Action(kind, stage, micro_batch)")
-    return found
+    return actions
 
 
 #: Kinds of actions that a stage runs for a micro-batch, in this order.
@@ -448,10 +448,10 @@ class _Writer:
 
     def weight(self, stage: int | None = None) -> None:
         """Adds the oldest deferred weight gradient, of a stage or of both; nothing if none is deferred."""
-        found = next((item for item in self.waiting if stage in (None, item[0])), None)
-        if found is not None:
-            self.waiting.remove(found)
-            self.order.append(Action(W, *found))
+        oldest = next((item for item in self.waiting if stage in (None, item[0])), None)
+        if oldest is not None:
+            self.waiting.remove(oldest)
+            self.order.append(Action(W, *oldest))
 
     def both(self, stage: int) -> None:
         self.add(I, stage)

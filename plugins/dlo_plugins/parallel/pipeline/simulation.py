@@ -241,5 +241,5 @@ class MeasuredCosts:
 
     def mean(self, *kinds: ActionKind) -> float:
         """Returns the mean time of the actions of some kinds; 0 if there was none."""
-        found = [taken for action, taken in self.taken.items() if action.kind in kinds]
-        return sum(found) / len(found) if found else 0.0
+        times = [taken for action, taken in self.taken.items() if action.kind in kinds]
+        return sum(times) / len(times) if times else 0.0

@@ -86,8 +86,8 @@ class PipelineTimeline(PluginCallback):
 
 
 def _pipeline(trainer: Trainer) -> Pipeline:
-    found: Pipeline = contract_of(trainer.strategy).ability(Pipelined, "PipelineTimeline").pipeline
-    return found
+    pipeline: Pipeline = contract_of(trainer.strategy).ability(Pipelined, "PipelineTimeline").pipeline
+    return pipeline
 
 
 #: Colours of a rank's first stage, and of its second one.

@@ -46,15 +46,15 @@ class WeightGradients:
         Args:
             module: Block of the model. Layers of other classes, or with a forward of their own, are not changed.
         """
-        found = 0
+        count = 0
         for layer in _not_compiled(module):
             operation = _operation(layer)
             if operation is None or "forward" in layer.__dict__:
                 continue
             # A method bound to the layer: a deep copy (for example of an averaged model) binds it to the copied layer.
             layer.forward = MethodType(_Forward(self, operation), layer)
-            found += 1
-        return found
+            count += 1
+        return count
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return self
@@ -173,8 +173,8 @@ class _Layer(torch.autograd.Function):
             return of_input, *_as_parameters(of_weights(), weight, bias), None, None
 
         def add() -> None:
-            found = zip((weight, bias), _as_parameters(of_weights(), weight, bias), strict=True)
-            pairs = [(parameter, value) for parameter, value in found if value is not None]
+            all_pairs = zip((weight, bias), _as_parameters(of_weights(), weight, bias), strict=True)
+            pairs = [(parameter, value) for parameter, value in all_pairs if value is not None]
             # Through the leaves' own accumulation, so that their hooks run.
             torch.autograd.backward([parameter for parameter, _ in pairs], [value for _, value in pairs])
 
@@ -256,11 +256,11 @@ class WeightVersion:
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Returns the gradients of a model's parameters by name, and removes them from the parameters."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[name], parameter.grad = parameter.grad, None
-    return found
+            gradients[name], parameter.grad = parameter.grad, None
+    return gradients
 
 
 def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:

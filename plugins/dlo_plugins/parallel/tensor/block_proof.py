@@ -70,19 +70,19 @@ class _ThreadCommunicator(Communicator):
         """Returns a function that returns the ranks' tensors, `[size, ...]`."""
         self._slots[self.rank] = part.detach()
         self._barrier.wait()
-        found = torch.stack(self._slots)
+        gathered = torch.stack(self._slots)
         self._barrier.wait()
-        return lambda: found
+        return lambda: gathered
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Returns a function that returns the sum over the ranks."""
-        found = self.all_gather_parts(tensor).sum(dim=0)
-        return lambda: found
+        total = self.all_gather_parts(tensor).sum(dim=0)
+        return lambda: total
 
     def start_reduce_scatter_parts(self, parts: Tensor) -> Callable[[], Tensor]:
         """Returns a function that returns this rank's entry of the sum of `[size, ...]`."""
-        found = self.all_reduce(parts)[self.rank]
-        return lambda: found
+        own = self.all_reduce(parts)[self.rank]
+        return lambda: own
 
 
 def run_on_threads(ranks: int, run: Callable[[Communicator], T]) -> list[T]:
@@ -175,11 +175,11 @@ class BlockProof:
             DloError: The rules do not fit the block, or its parts do not give the full result.
         """
         sequential = self._plan(rules, self._sequential(rules))
-        found, ranks = self._divide(sequential)
+        tp_plan, ranks = self._divide(sequential)
 
         def run(communicator: Communicator) -> _Result:
             holder = self._copied()
-            install_plan(holder, found, communicator)
+            install_plan(holder, tp_plan, communicator)
             return self._run(holder)
 
         try:
@@ -190,20 +190,20 @@ class BlockProof:
             self._compare("output", result.outputs, self._full.outputs)
             self._compare("input's gradient", result.inputs, self._full.inputs)
         more, partial = dict(rules.tensor), set[str]()
-        biases = {f"{row}.bias" for region in found.regions.values() for row in region.rows}
+        biases = {f"{row}.bias" for region in tp_plan.regions.values() for row in region.rows}
         for name, expected in self._full.grads.items():
             parts = [result.grads[name] for result in results]
-            if name in found.divisions:
-                division = found.divisions[name]
+            if name in tp_plan.divisions:
+                division = tp_plan.divisions[name]
                 wanted: list[Tensor | None] = [None] * ranks
                 if expected is not None:
                     wanted = [division.slice_for(ranks, rank).slice_tensor(expected) for rank in range(ranks)]
                 self._compare(f"gradient of {name}", parts, wanted)
                 continue
             is_summed = self._differs(_sum(parts), expected) is None
-            if name in found.partial and is_summed:
+            if name in tp_plan.partial and is_summed:
                 continue  # Such as the bias that the experts' first rank adds.
-            local, in_region = name.removeprefix("block."), region_of(found, name) is not None
+            local, in_region = name.removeprefix("block."), region_of(tp_plan, name) is not None
             if all(self._differs(part, expected) is None for part in parts):
                 if in_region and name not in biases:
                     more.setdefault(local, Rule.SEQUENCE)
@@ -270,22 +270,22 @@ class BlockProof:
         grads = {name: parameter.grad for name, parameter in holder.named_parameters()}
         return _Result([leaf.detach() for leaf in outputs], [leaf.grad for leaf in trained.values()], grads)
 
-    def _compare(self, what: str, found: list[Any], expected: list[Any]) -> None:
-        if len(found) != len(expected):
-            raise NotProvenError(f"its {what} with slices of the weights is {len(found)} tensors, not {len(expected)}")
-        differences = [self._differs(one, other) for one, other in zip(found, expected, strict=True)]
+    def _compare(self, what: str, actual: list[Any], expected: list[Any]) -> None:
+        if len(actual) != len(expected):
+            raise NotProvenError(f"its {what} with slices of the weights is {len(actual)} tensors, not {len(expected)}")
+        differences = [self._differs(one, other) for one, other in zip(actual, expected, strict=True)]
         if worst := max((text for text in differences if text is not None), key=_size, default=None):
             raise NotProvenError(f"its {what} with slices of the weights {worst}")
 
-    def _differs(self, found: Tensor | None, expected: Tensor | None) -> str | None:
-        if found is None or expected is None:
-            rest = found if expected is None else expected
+    def _differs(self, actual: Tensor | None, expected: Tensor | None) -> str | None:
+        if actual is None or expected is None:
+            rest = actual if expected is None else expected
             return None if rest is None or not rest.any() else "is missing on one side"
-        if found.shape != expected.shape:
-            return f"has the shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+        if actual.shape != expected.shape:
+            return f"has the shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         # Some gradients are 0 but for rounding, as that of a bias of keys is.
         scale = max(float(expected.abs().max()), self._least) if expected.numel() else 1.0
-        error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
+        error = float((actual - expected).abs().max()) / scale if expected.numel() else 0.0
         return None if error <= _TOLERANCE else f"differs by {error:.0e}"
 
     def _with_values(self, block: nn.Module) -> nn.Module:

@@ -32,7 +32,7 @@ _FIRST = {"gate_up_proj": 2, "up_proj": 1}
 _LAST = "down_proj"
 
 
-def divide_stacked_experts(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
+def divide_stacked_experts(tp_plan: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
     """Adds the divisions of the model's experts to a plan.
 
     Raises:
@@ -41,7 +41,7 @@ def divide_stacked_experts(found: TPPlan, module: nn.Module, plan: ParallelPlan)
     for mixture in find_mixtures(module, plan):
         name, experts = mixture.experts, module.get_submodule(mixture.experts)
         own = [f"{name}.{key}" for key, _ in experts.named_parameters()]
-        if any(key in found.divisions for key in own):
+        if any(key in tp_plan.divisions for key in own):
             continue  # A list of modules, whose projections have rules.
         divisions = _divide(name, experts) if mixture.is_stacked else None
         if divisions is None:
@@ -54,12 +54,12 @@ def divide_stacked_experts(found: TPPlan, module: nn.Module, plan: ParallelPlan)
                 f"experts under tp must have no dropout, got {type(experts).__name__} '{name}'; set dropout"
                 " to 0, or tp to 1"
             )
-        found.divisions |= {key: division for key, division in divisions.items() if key in own}
+        tp_plan.divisions |= {key: division for key, division in divisions.items() if key in own}
         if f"{name}.{_LAST}_bias" in own:
-            found.partial.add(f"{name}.{_LAST}_bias")
+            tp_plan.partial.add(f"{name}.{_LAST}_bias")
         (hidden,) = divisions[f"{name}.{_LAST}"].pieces
-        found.demand(name, hidden, "hidden features")
-        found.experts.append(name)
+        tp_plan.demand(name, hidden, "hidden features")
+        tp_plan.experts.append(name)
 
 
 def _divide(name: str, experts: nn.Module) -> dict[str, Division] | None:

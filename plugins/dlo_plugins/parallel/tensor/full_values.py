@@ -68,8 +68,8 @@ def give_hooks_full(
 
     def call_before(hook: Callable[..., Any], part: Tensor) -> Tensor:
         full = full_tensor(part, place, ranks)
-        found = hook(full)
-        return own_part(full if found is None else found, place, ranks)
+        modified = hook(full)
+        return own_part(full if modified is None else modified, place, ranks)
 
     def call_after(hook: Callable[..., Any], parameter: Tensor) -> None:
         with _FullMode({id(parameter): (name, place)}, ranks, lambda: False):
@@ -217,22 +217,22 @@ class _FullMode(LowestMode):
             self._check_block(known)
             return func(*args, **kwargs)
         if name in _ALIASES:
-            found = func(*args, **kwargs)
-            if isinstance(found, Tensor):
-                self._add_alias(found, known[0], of_gradient=name == "grad")
-            return found
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                self._add_alias(out, known[0], of_gradient=name == "grad")
+            return out
         self._check(known)
         written = [leaf for leaf in tree_leaves(args[:1]) if id(leaf) in self._places] if _writes(name) else []
         full = {id(leaf): self._full(leaf, is_written=bool(written)) for leaf in known}
         args, kwargs = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
-        found = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         for leaf in written:
             place, own = self._places[id(leaf)][1], full[id(leaf)]
             with torch.no_grad():
                 is_weight = place is None and id(leaf) not in self._gradients
                 leaf.copy_(own if is_weight else own_part(own, place, self._ranks))
         back = {id(full[id(leaf)]): leaf for leaf in written}
-        return tree_map(lambda leaf: back.get(id(leaf), leaf), found) if back else found
+        return tree_map(lambda leaf: back.get(id(leaf), leaf), out) if back else out
 
     def _check_block(self, known: list[Tensor]) -> None:
         sliced = next((name for name, place in (self._places[id(leaf)] for leaf in known) if place is not None), None)

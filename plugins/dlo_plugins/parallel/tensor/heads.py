@@ -66,8 +66,8 @@ def kv_heads(name: str, modules: list[nn.Module], heads: int = 0, total: int = 0
         DloError: If no module has such an attribute, and the numbers of heads do not tell.
     """
     for module in modules:
-        if found := _first(module, _KV_HEADS):
-            return found
+        if count := _first(module, _KV_HEADS):
+            return count
     if 0 < heads < total and (total - heads) % 2 == 0:
         return (total - heads) // 2
     raise DloError(
@@ -190,7 +190,7 @@ def slice_heads(operand: Tensor, dim: int, heads: int, communicator: Communicato
 def parameter_names(module: nn.Module) -> list[str]:
     """Returns the names of the positional arguments of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, found in inspect.signature(module.forward).parameters.items() if found.kind in kinds]
+    return [name for name, parameter in inspect.signature(module.forward).parameters.items() if parameter.kind in kinds]
 
 
 def install_operands(module: nn.Module, operands: Mapping[str, int], heads: int, region: Region) -> None:

@@ -77,19 +77,19 @@ def has_rules(plan: ParallelPlan) -> bool:
     return any(rule not in _PROJECTING for rule in plan.tensor.values())
 
 
-def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: int) -> ParallelPlan:
+def with_rules(plan: ParallelPlan, inferred: InferredRules, model: nn.Module, tp: int) -> ParallelPlan:
     """Returns a plan with inferred rules after its own; an attention or MLP that the ranks do not divide stays whole.
 
     Args:
         plan: Plan of the model.
-        found: Inferred rules.
+        inferred: Inferred rules.
         model: Model, on any device.
         tp: Number of ranks.
 
     Raises:
         DloError: The ranks divide none of them.
     """
-    made = join_plans(plan, found.plan)
+    made = join_plans(plan, inferred.plan)
     cut = make_tp_plan(model, made, 1)
     undivided = {region_of(cut, demand.owner) for demand in cut.divisibilities if demand.count % tp}
     if not undivided:
@@ -132,7 +132,7 @@ def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferr
             f" {name}; let the task's example_batch(datamodule) return a batch with any values, such as"
             ' {"input_ids": torch.zeros(1, 64, dtype=torch.long)}, or set ParallelPlan(tensor=...)'
         )
-    found = InferredRules()
+    inferred = InferredRules()
     with isolate_rng(include_cuda=False):
         units = find_units(task.model, plan)
         for wide in (False,) if completes else (False, True):
@@ -140,12 +140,12 @@ def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferr
                 break
             flow = _record(task, units, example, wide)
             prove = functools.partial(_prove_block, task.model, units, flow)
-            found = _infer_kinds(task.model, units, flow, prove)
-            if found.plan.tensor:
+            inferred = _infer_kinds(task.model, units, flow, prove)
+            if inferred.plan.tensor:
                 break
-    if completes or found.plan.tensor:
-        return found
-    reasons = [f"'{layer}': {why}" for layer, why in list(found.whole.items())[:3]]
+    if completes or inferred.plan.tensor:
+        return inferred
+    reasons = [f"'{layer}': {why}" for layer, why in list(inferred.whole.items())[:3]]
     if flow.stopped is not None:
         reasons += [f"its forward fails on fake tensors: {error_line(flow.stopped)}"]
     what = "; ".join(reasons) or "no linear layer of a block feeds another without the residual stream between them"
@@ -258,7 +258,7 @@ def _infer_kinds(
         flow: Flow between its projections.
         infer: Function of a block's name, with names relative to the block in its result.
     """
-    modules, by_kind, found = [name for name, _ in model.named_modules()], dict[Any, list[str]](), InferredRules()
+    modules, by_kind, inferred = [name for name, _ in model.named_modules()], dict[Any, list[str]](), InferredRules()
     for name in names:
         by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
     for same in by_kind.values():
@@ -266,12 +266,12 @@ def _infer_kinds(
         if first is None:
             continue
         own, patterns = infer(first), _patterns(same, modules)
-        plan = join_plans(found.plan, rename_plan(own.plan, patterns))
+        plan = join_plans(inferred.plan, rename_plan(own.plan, patterns))
         tensor = dict(sorted(plan.tensor.items(), key=lambda item: item[1] in SHAPING))
-        cut = (*found.cut, *(f"{at}.{key}" for at in patterns for key in own.cut))
+        cut = (*inferred.cut, *(f"{at}.{key}" for at in patterns for key in own.cut))
         whole = {f"{at}.{key}": why for at in patterns for key, why in own.whole.items()}
-        found = InferredRules(replace(plan, tensor=tensor), cut, {**found.whole, **whole})
-    return found
+        inferred = InferredRules(replace(plan, tensor=tensor), cut, {**inferred.whole, **whole})
+    return inferred
 
 
 def _prove_block(model: nn.Module, units: Mapping[str, bool], flow: ProjectionFlow, name: str) -> InferredRules:
@@ -319,13 +319,13 @@ def _likeliest(reasons: Sequence[DloError]) -> str:
 
 def _patterns(names: Sequence[str], modules: Sequence[str]) -> list[str]:
     """Returns patterns of the blocks of one kind: with `*` where all modules that it matches are of this kind."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name in names:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
         matched = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         is_whole = all(other in names for other in modules if matched.fullmatch(other))
-        found[pattern if is_whole else name] = None
-    return list(found)
+        patterns[pattern if is_whole else name] = None
+    return list(patterns)
 
 
 #: A projection this many times smaller than its block's largest is too small to look for rules.
@@ -350,15 +350,15 @@ def find_units(model: nn.Module, plan: ParallelPlan) -> dict[str, bool]:
     blocks = plan.block_names(model)
     if not any(is_done[name] for name in is_done if name.startswith(tuple(f"{block}." for block in blocks))):
         return dict.fromkeys(blocks, True)
-    found: dict[str, bool] = {}
+    units: dict[str, bool] = {}
     for block in blocks:
         children = [f"{block}.{name}" for name, _ in modules[block].named_children()]
         own = _outermost(children, modules, is_done)
         if own or plan.tensor:
-            found |= dict.fromkeys(own, False)
+            units |= dict.fromkeys(own, False)
         else:  # Projections in the block's own code, beside its experts.
-            found[block] = True
-    return found
+            units[block] = True
+    return units
 
 
 def lacks_rules(model: nn.Module, plan: ParallelPlan) -> bool:
@@ -378,14 +378,14 @@ def lacks_rules(model: nn.Module, plan: ParallelPlan) -> bool:
 
 def _outermost(names: list[str], modules: dict[str, nn.Module], is_done: dict[str, bool]) -> list[str]:
     """Returns the outermost modules with two projections or more, none of them divided by other means."""
-    found: list[str] = []
+    outermost: list[str] = []
     for name in names:
         if is_done.get(name):
             continue
         within = [other for other in is_done if other.startswith(f"{name}.")]
         if not isinstance(modules[name], _CONTAINERS) and not any(is_done[other] for other in within):
-            found += [name] if len(within) > 1 else []
+            outermost += [name] if len(within) > 1 else []
             continue
         children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
-        found += _outermost(children, modules, is_done)
-    return found
+        outermost += _outermost(children, modules, is_done)
+    return outermost

@@ -132,8 +132,8 @@ class ShardedEmbedding:
         shard = shard_of(self)  # type: ignore[arg-type]
         assert shard is not None
         columns, own = shard.locate_targets(ids)
-        found: Tensor = super().forward(columns)  # type: ignore[misc]
-        return reduce_from_region(found.masked_fill(~own[..., None], 0), shard.communicator)
+        embeddings: Tensor = super().forward(columns)  # type: ignore[misc]
+        return reduce_from_region(embeddings.masked_fill(~own[..., None], 0), shard.communicator)
 
 
 class ShardedHead:
@@ -248,8 +248,8 @@ def _divided(given: list[int], wanted: list[int], sizes: LocalSizes) -> int | No
     if len(heads) > 1:  # The width of a head, or the batch, has the same size as the heads.
         heads = heads[:1] if from_features else heads[-1:]
     features = [dim for dim in among if any(size and wanted[dim] % size == 0 for size in sizes.features)]
-    found = heads or features[-1:] or (among if len(among) == 1 else [])
-    return found[0] if found else None
+    dims = heads or features[-1:] or (among if len(among) == 1 else [])
+    return dims[0] if dims else None
 
 
 def local_expansion(given: Sequence[int], shape: Sequence[int], sizes: LocalSizes) -> list[int]:
@@ -335,7 +335,7 @@ def install_local_shapes(module: nn.Module, sizes: LocalSizes, region: Any) -> N
 
 def install_plan(
     module: nn.Module,
-    found: TPPlan,
+    tp_plan: TPPlan,
     communicator: Communicator,
     stream: ShardedSequence | None = None,
     products: AsyncProducts | None = None,
@@ -345,16 +345,16 @@ def install_plan(
 
     Args:
         module: Full model, the same on each rank.
-        found: Tensor-parallel plan of the model for this number of ranks.
+        tp_plan: Tensor-parallel plan of the model for this number of ranks.
         communicator: Communicator of the ranks.
         stream: Sequence that is split between regions; None without sequence parallelism.
         products: Products that overlap with collectives; None without asynchronous tensor parallelism.
         random: This rank's random numbers; by default new ones.
     """
-    shard_parameters(module, found, communicator)
+    shard_parameters(module, tp_plan, communicator)
     random = LocalRandom(communicator.rank) if random is None else random
-    for name in distinct(module, found.regions):
-        region = found.regions[name]
+    for name in distinct(module, tp_plan.regions):
+        region = tp_plan.regions[name]
         around = module.get_submodule(name)
         columns = [module.get_submodule(column) for column in region.columns]
         rows = [module.get_submodule(row) for row in region.rows]
@@ -370,28 +370,28 @@ def install_plan(
             sizes = LocalSizes(communicator.size, region.heads, region.kv or region.heads, region.width)
             install_local_shapes(around, sizes, made)
         for norm in region.norms:
-            size = found.divisions[f"{norm}.weight"].pieces[0]
+            size = tp_plan.divisions[f"{norm}.weight"].pieces[0]
             install_norm(module.get_submodule(norm), size, made)
-    for name in distinct(module, found.experts):
+    for name in distinct(module, tp_plan.experts):
         install_slices(module.get_submodule(name), communicator)
-    for name in distinct(module, found.vocabulary):
-        install_vocabulary(module.get_submodule(name), found.vocabulary[name], communicator)
+    for name in distinct(module, tp_plan.vocabulary):
+        install_vocabulary(module.get_submodule(name), tp_plan.vocabulary[name], communicator)
 
 
 @torch.no_grad()
-def shard_parameters(module: nn.Module, found: TPPlan, communicator: Communicator) -> None:
+def shard_parameters(module: nn.Module, tp_plan: TPPlan, communicator: Communicator) -> None:
     """Replaces a model's parameters by this rank's shards; tied ones stay one parameter.
 
     Args:
         module: Model, on any device; the meta device will do.
-        found: Tensor-parallel plan.
+        tp_plan: Tensor-parallel plan.
         communicator: Communicator of the axis.
     """
     ranks, rank = communicator.size, communicator.rank
     layout = get_layout(module)
     shards: dict[int, nn.Parameter] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, division in found.divisions.items():
+    for name, division in tp_plan.divisions.items():
         if name not in parameters:
             owner, _, key = name.rpartition(".")
             part, made = module.get_submodule(owner), division.slice_for(ranks, rank)
@@ -407,11 +407,13 @@ def shard_parameters(module: nn.Module, found: TPPlan, communicator: Communicato
             give_hooks_full(name, full, shards[id(full)], made, communicator)
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, shards[id(full)])
-    for partial, name in {parameters[name]: name for name in sorted(found.partial - found.divisions.keys())}.items():
+    for partial, name in {
+        parameters[name]: name for name in sorted(tp_plan.partial - tp_plan.divisions.keys())
+    }.items():
         give_hooks_full(name, partial, partial, None, communicator)
-    layout.partial |= found.partial
-    for around in distinct(module, found.regions):
-        region = found.regions[around]
+    layout.partial |= tp_plan.partial
+    for around in distinct(module, tp_plan.regions):
+        region = tp_plan.regions[around]
         for name in (*region.columns, *region.rows):
             projection = module.get_submodule(name)
             set_feature_counts(name, base_of(projection))

@@ -89,8 +89,8 @@ class EnteredWeight:
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `x @ weight.T + bias`, in autocast's dtype where it is on."""
         x = x.to(product_dtype(x))
-        found: Tensor = _Project.apply(x, self.part, self.view, bias, self.number, self.entry)
-        return found
+        projected: Tensor = _Project.apply(x, self.part, self.view, bias, self.number, self.entry)
+        return projected
 
 
 def can_defer(column: nn.Linear, x: Tensor) -> bool:
@@ -137,8 +137,8 @@ class _Enter(torch.autograd.Function):
             wait = start_scatter(of_input, entry.communicator)
         try:
             for number, product in entry.products:  # Beside the gradients from other uses of the weights.
-                found, known = product(), of_weights[number]
-                of_weights[number] = found if known is None else known + found
+                gradient, known = product(), of_weights[number]
+                of_weights[number] = gradient if known is None else known + gradient
         finally:
             entry.reset()
         return None if wait is None else wait(), None, *of_weights
@@ -226,8 +226,8 @@ class AsyncProducts:
         samples, local, width = part.shape
         if self._fuses(part, length, factors):
             group, matrices = _enabled_group(self.communicator), [factor.weight.t() for factor in factors]
-            full, found = torch.ops.symm_mem.fused_all_gather_matmul(part.contiguous(), matrices, 1, group)
-            return full, [out if f.bias is None else out + f.bias for out, f in zip(found, factors, strict=True)]
+            full, products = torch.ops.symm_mem.fused_all_gather_matmul(part.contiguous(), matrices, 1, group)
+            return full, [out if f.bias is None else out + f.bias for out, f in zip(products, factors, strict=True)]
         shape = samples, self.communicator.size, local
         full = part.new_empty(*shape, width)
         outputs = [part.new_empty(*shape, f.weight.shape[0], dtype=f.weight.dtype) for f in factors]
@@ -375,8 +375,8 @@ def project_row(x: Tensor, weight: Tensor, products: AsyncProducts, *, scatters:
         scatters: Whether to return this rank's tokens of the sum, `[B, l, out]`. Backward then computes the input
             gradient chunk by chunk while the output gradient is gathered.
     """
-    found: Tensor = _ProjectRow.apply(x, weight, products, product_dtype(x), scatters)
-    return found
+    summed: Tensor = _ProjectRow.apply(x, weight, products, product_dtype(x), scatters)
+    return summed
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -409,14 +409,14 @@ class _GatherColumns(torch.autograd.Function):
         if of_full is not None:
             terms.append((of_full, None))
         wait = ctx.products.scatter(terms) if needs_part and terms else None
-        found: list[Tensor | None] = []
+        of_parameters: list[Tensor | None] = []
         x = None if wait_for_input is None else wait_for_input().flatten(0, -2)
         for number, (grad, weight) in enumerate(zip(of_outputs, weights, strict=True)):
             rows = None if grad is None else grad.flatten(0, -2)
-            found.append((rows.t() @ x).to(weight.dtype) if trained[number] and rows is not None else None)
+            of_parameters.append((rows.t() @ x).to(weight.dtype) if trained[number] and rows is not None else None)
             with_bias = rows is not None and needs[2 * number + 1]
-            found.append(rows.sum(0).to(weight.dtype) if with_bias else None)  # type: ignore[union-attr]
-        return None if wait is None else wait().to(part.dtype), None, None, None, *found
+            of_parameters.append(rows.sum(0).to(weight.dtype) if with_bias else None)  # type: ignore[union-attr]
+        return None if wait is None else wait().to(part.dtype), None, None, None, *of_parameters
 
 
 class _ProjectRow(torch.autograd.Function):

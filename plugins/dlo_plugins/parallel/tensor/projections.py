@@ -206,11 +206,11 @@ def adapter_kinds(name: str, module: nn.Module) -> dict[str, str]:
     return kinds
 
 
-def divide_adapters(found: TPPlan, name: str, kinds: dict[str, str], pieces: tuple[int, ...], *, row: bool) -> None:
+def divide_adapters(tp_plan: TPPlan, name: str, kinds: dict[str, str], pieces: tuple[int, ...], *, row: bool) -> None:
     """Adds the divisions of a wrapper's adapters to a plan, and those that are replicated to the partial parameters.
 
     Args:
-        found: Tensor-parallel plan.
+        tp_plan: Tensor-parallel plan.
         name: Name of the wrapper.
         kinds: Kinds of its adapters, of :func:`adapter_kinds`.
         pieces: Slices of the features that the ranks share: outputs of a column projection, inputs of a row projection.
@@ -218,9 +218,9 @@ def divide_adapters(found: TPPlan, name: str, kinds: dict[str, str], pieces: tup
     """
     for key, kind in kinds.items():
         if row == (kind == "lora_A"):
-            found.divide(f"{name}.{key}", int(row), *pieces)
+            tp_plan.divide(f"{name}.{key}", int(row), *pieces)
         else:
-            found.partial.add(f"{name}.{key}")
+            tp_plan.partial.add(f"{name}.{key}")
 
 
 def set_features(module: Any) -> None:
@@ -252,8 +252,8 @@ class ShardedRowNorms:
         """Returns the addition to the base result, from which peft would subtract a bias that it does not have."""
         if options["base_layer"].bias is not None:
             options["base_result"] = None
-        found: Tensor = super().forward(x, **options)  # type: ignore[misc]
-        return found
+        addition: Tensor = super().forward(x, **options)  # type: ignore[misc]
+        return addition
 
 
 def install_row_adapters(module: Any, region: Any) -> None:

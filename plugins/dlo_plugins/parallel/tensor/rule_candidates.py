@@ -114,8 +114,8 @@ def record_flow(
         forward: Function that runs the model, inside a `FakeTensorMode`. If it fails, what ran before is returned.
         wide: Whether convolutions of more than a pixel count as projections.
     """
-    found = ProjectionFlow()
-    mode = _FlowMode(found, model, wide)
+    flow = ProjectionFlow()
+    mode = _FlowMode(flow, model, wide)
     handles = []
     for block in blocks:
         part = model.get_submodule(block)
@@ -131,19 +131,19 @@ def record_flow(
         with torch.no_grad(), mode:
             forward()
     except Exception as error:  # Any code of the model's may fail without values; the blocks that ran are known.
-        found.stopped = error
+        flow.stopped = error
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return flow
 
 
 class _FlowMode(TorchDispatchMode):
     """Mode that passes labels from the arguments of each operator to its results."""
 
-    def __init__(self, found: ProjectionFlow, model: nn.Module, wide: bool) -> None:
+    def __init__(self, flow: ProjectionFlow, model: nn.Module, wide: bool) -> None:
         super().__init__()
-        self._found = found
+        self._flow = flow
         self._weights: dict[int, tuple[str, int]] = {}
         self._channelwise: dict[int, str] = {}
         self._convolutions: dict[str, int] = {}  # Numbers of output channels.
@@ -177,7 +177,7 @@ class _FlowMode(TorchDispatchMode):
         self._labels[id(leaves[hidden])] = frozenset({INPUT})
         self._alive.append(leaves[hidden])
         args, kwargs = tree_map_only(Tensor, self._describe, (args, kwargs))
-        self._found.calls.setdefault(name, BlockCall(args, kwargs, hidden))
+        self._flow.calls.setdefault(name, BlockCall(args, kwargs, hidden))
 
     def enter_module(self, name: str, names: Sequence[str], module: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes the tensors that a module gets from outside of its block."""
@@ -187,7 +187,7 @@ class _FlowMode(TorchDispatchMode):
             for key, value in given.items()
             if key in names and isinstance(value, Tensor) and id(value) not in self._labels
         }
-        self._found.operands.setdefault(name, outside)
+        self._flow.operands.setdefault(name, outside)
 
     def _describe(self, tensor: Tensor) -> TensorInput:
         return TensorInput(tuple(tensor.shape), tensor.dtype, id(tensor) in self._trained)
@@ -205,21 +205,21 @@ class _FlowMode(TorchDispatchMode):
         output = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for block, at in (self._results[id(leaf)] for leaf in inputs if id(leaf) in self._results):
-            if block in self._found.calls:
-                self._found.calls[block].used.add(at)
+            if block in self._flow.calls:
+                self._flow.calls[block].used.add(at)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         weight = next((self._views[id(leaf)] for leaf in inputs if id(leaf) in self._views), None)
-        labelled = [found for leaf in inputs if (found := self._labels.get(id(leaf)))]
+        labelled = [of_leaf for leaf in inputs if (of_leaf := self._labels.get(id(leaf)))]
         labels = frozenset().union(*labelled)
         name = func.overloadpacket.__name__
         between = next((self._channelwise[id(leaf)] for leaf in inputs if id(leaf) in self._channelwise), None)
         if between is not None and labels:
-            self._found.channelwise[between] = self._found.channelwise.get(between, frozenset()) | labels
+            self._flow.channelwise[between] = self._flow.channelwise.get(between, frozenset()) | labels
         if weight is not None and len(inputs) == 1:  # A view of the weight.
             self._views |= {id(leaf): weight for leaf in outputs}
             labels = frozenset()
         elif weight is not None and labelled:
-            self._found.feeds[weight[0]] = self._found.feeds.get(weight[0], frozenset()) | (labels - {weight[0]})
+            self._flow.feeds[weight[0]] = self._flow.feeds.get(weight[0], frozenset()) | (labels - {weight[0]})
             labels = frozenset({weight[0]})
         elif len(labelled) > 1 and any(product in name for product in _PRODUCTS):
             labels |= {PRODUCT}
@@ -260,7 +260,7 @@ class _FlowMode(TorchDispatchMode):
             sizes = sizes[: next(ends, len(sizes))]
         elif made.shape[-1] == given.shape[-1]:
             return
-        self._found.splits.setdefault(name, []).append(sizes)
+        self._flow.splits.setdefault(name, []).append(sizes)
 
 
 def _outer_name(model: nn.Module, name: str) -> str:
@@ -332,7 +332,7 @@ def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list
         prefix: Name of the block in the model.
         flow: Flow between the model's projections.
     """
-    found = []
+    candidates = []
     for full, labels in flow.feeds.items():
         columns = sorted(labels - {PRODUCT, INPUT})
         inside = all(name.startswith(f"{prefix}.") for name in (full, *columns))
@@ -353,8 +353,8 @@ def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list
             more = {**_between(prefix, cut, flow), **({} if one.is_attention else _gates(prefix, cut, flow))}
             variants = tuple({**more, **variant} for variant in one.variants)
             operands = _operands(block, one, flow.operands.get(around, {}), flow.calls.get(prefix))
-            found.append(replace(one, variants=variants, operands=operands))
-    worth = [one for one in found if _is_worth_it(block, one)]
+            candidates.append(replace(one, variants=variants, operands=operands))
+    worth = [one for one in candidates if _is_worth_it(block, one)]
     attentions = [one for one in worth if one.is_attention]
     others = [one for one in worth if not one.is_attention]
     # The largest first: a block with a gate is cut around it rather than inside.
@@ -373,13 +373,13 @@ def _gates(prefix: str, columns: list[str], flow: ProjectionFlow) -> dict[str, R
     Its first projection needs all channels, and the second gives a gate for each: columns feed a row that feeds a
     column.
     """
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for column in columns:
         labels = flow.feeds.get(column, frozenset())
         if labels and INPUT not in labels and not labels & {*columns}:
             rows = [name for name in labels if flow.feeds.get(name, frozenset({INPUT})) - {PRODUCT} <= {*columns}]
-            found |= {name.removeprefix(f"{prefix}."): Rule.ROW for name in rows if name.startswith(f"{prefix}.")}
-    return found
+            rules |= {name.removeprefix(f"{prefix}."): Rule.ROW for name in rows if name.startswith(f"{prefix}.")}
+    return rules
 
 
 def _is_worth_it(block: nn.Module, candidate: Candidate) -> bool:
@@ -526,7 +526,7 @@ def _head_parameters(
     block: nn.Module, around: str, projections: list[str], features: set[int], heads: int | None
 ) -> dict[str, Rule]:
     """Returns the rules of parameters with an entry per head, or per feature of all heads."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     module = block.get_submodule(around)
     for name, part in module.named_modules():
         full = ".".join(filter(None, (around, name)))
@@ -535,15 +535,15 @@ def _head_parameters(
         kind = type(part).__name__
         parameters: dict[str, Any] = dict(part.named_parameters(recurse=False))
         if kind.endswith("RMSNorm") and [*parameters] == ["weight"] and parameters["weight"].numel() in features:
-            found[full] = Rule.COLUMN_NORM
+            rules[full] = Rule.COLUMN_NORM
         elif "Norm" not in kind:
             buffers = dict(part.named_buffers(recurse=False))
             parameters |= {key: buffers[key] for key in buffers if key in part._non_persistent_buffers_set}
             for key, parameter in parameters.items():
                 rule = _head_rule(tuple(parameter.shape), features, heads)
                 if rule is not None:
-                    found[f"{full}.{key}" if full else key] = rule
-    return found
+                    rules[f"{full}.{key}" if full else key] = rule
+    return rules
 
 
 def _head_rule(shape: tuple[int, ...], features: set[int], heads: int | None) -> Rule | None:

@@ -83,7 +83,7 @@ class TensorParallel(Applier):
         if communicator.size == 1:
             return
         self.communicator = communicator
-        found = make_tp_plan(module, plan, communicator.size, self.sequence_parallel)
+        tp_plan = make_tp_plan(module, plan, communicator.size, self.sequence_parallel)
         random = LocalRandom(communicator.rank)
         self.stream = stream = ShardedSequence(communicator, random) if self.sequence_parallel else None
         products = None
@@ -91,7 +91,7 @@ class TensorParallel(Applier):
             chunks = CHUNKS if self.async_tp is True else int(self.async_tp)
             device = torch.device(mesh.device_type)
             products = AsyncProducts(communicator, chunks, reaches_peers(communicator, device))
-        install_plan(module, found, communicator, stream, products, random)
+        install_plan(module, tp_plan, communicator, stream, products, random)
         if stream is not None:
             stream.install(module, plan.block_names(module))
 
@@ -158,8 +158,8 @@ class TensorParallel(Applier):
             )
         if key not in self._inferred:
             self._inferred[key] = infer_rules(task, plan, datamodule)
-        found = self._inferred[key]
-        return with_rules(plan, found, task.model, tp) if found.plan.tensor else plan
+        inferred = self._inferred[key]
+        return with_rules(plan, inferred, task.model, tp) if inferred.plan.tensor else plan
 
     @property
     def is_tried(self) -> bool:
@@ -168,8 +168,8 @@ class TensorParallel(Applier):
 
     def describe_inferred(self, model: nn.Module) -> list[str]:
         """Returns lines about the rules that were inferred for a model; none if its plan brings them."""
-        found = self._inferred.get(_shapes(model))
-        return [] if found is None else found.describe()
+        inferred = self._inferred.get(_shapes(model))
+        return [] if inferred is None else inferred.describe()
 
     def coverage(self, module: nn.Module, plan: ParallelPlan, tp: int) -> Coverage:
         """Returns the share of an uncut model that tensor parallelism over this number of ranks divides.

@@ -157,21 +157,21 @@ class TPPlan:
         self.divisibilities.append(Divisibility(owner, count, what))
 
 
-def region_of(found: TPPlan, name: str) -> str | None:
+def region_of(tp_plan: TPPlan, name: str) -> str | None:
     """Returns the innermost region that contains a module or parameter."""
     while name:
-        if name in found.regions:
+        if name in tp_plan.regions:
             return name
         name = name.rpartition(".")[0]
-    return "" if "" in found.regions else None
+    return "" if "" in tp_plan.regions else None
 
 
 def distinct(module: nn.Module, names: Iterable[str]) -> list[str]:
     """Returns the names of different submodules: the first name of one that is registered several times."""
-    found: dict[int, str] = {}
+    by_id: dict[int, str] = {}
     for name in names:
-        found.setdefault(id(module.get_submodule(name)), name)
-    return list(found.values())
+        by_id.setdefault(id(module.get_submodule(name)), name)
+    return list(by_id.values())
 
 
 #: Number of replicated modules that a sentence names: the largest ones.

@@ -385,9 +385,9 @@ class FlatGroup:
         if self.step_device == self.shard_device:
             return self.pieces
         self._stepped = _copy_to(self.shard, self.step_device)
-        found = self._cut(self._stepped)
+        pieces = self._cut(self._stepped)
         self._free_copy()
-        return found
+        return pieces
 
     @torch.no_grad()
     def load_params(self) -> bool:

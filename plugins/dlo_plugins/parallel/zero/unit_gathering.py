@@ -217,13 +217,13 @@ class UnitGatherer:
             unit.inside = False
             if self.in_backward:
                 return
-            found = list(_differentiable(outputs)) if torch.is_grad_enabled() else []
-            if not found:
+            differentiable = list(_differentiable(outputs)) if torch.is_grad_enabled() else []
+            if not differentiable:
                 unit.release()
                 return
             seen = self._seen  # units of this forward; another forward may run before its backward
             before = seen[-2] if len(seen) > 1 else None
-            register_multi_grad_hook(found, lambda _: self._before_backward(unit, before), mode="any")
+            register_multi_grad_hook(differentiable, lambda _: self._before_backward(unit, before), mode="any")
             # Backward begins with the last unit, which would be gathered again at once.
             if len(seen) != len(self._order):
                 unit.release()
@@ -294,7 +294,7 @@ class GatherOverlap:
             for name in {self._home[id(parameter)] for parameter in group.parameters}:
                 of_unit[name].append(group)
         self._first = of_unit.pop("")  # a step waits for these at its beginning
-        self._units = {name: module.get_submodule(name) for name, found in of_unit.items() if found}
+        self._units = {name: module.get_submodule(name) for name, own in of_unit.items() if own}
         self.handles = [
             part.register_forward_pre_hook(torch.compiler.disable(self._make_wait_hook(of_unit[name])))
             for name, part in self._units.items()

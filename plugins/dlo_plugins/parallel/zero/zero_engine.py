@@ -503,10 +503,10 @@ class ZeroEngine:
 
     def shard(self, name: str) -> FlatShard | None:
         """Returns this rank's shard of a parameter; None where every rank has the full tensor in its own dtype."""
-        found = self._by_name.get(name)
-        if found is None or (found[0].keep_full and not found[0].has_master_weights):
+        entry = self._by_name.get(name)
+        if entry is None or (entry[0].keep_full and not entry[0].has_master_weights):
             return None
-        group, number = found
+        group, number = entry
         group.finish_copies()
         for piece, owned in zip(group.pieces, group.owned, strict=True):
             if owned == number:
@@ -516,12 +516,12 @@ class ZeroEngine:
 
     def gradient_shards(self) -> dict[str, FlatShard]:
         """Returns this rank's shards of the gradients accumulated so far, by parameter."""
-        found = {}
+        shards = {}
         for group in self.groups:
             if group.gradient is not None:
                 for piece, number, gradient in zip(group.pieces, group.owned, group.piece_gradients(), strict=True):
-                    found[group.names[number]] = FlatShard(gradient, piece.shape, piece.start)
-        return found
+                    shards[group.names[number]] = FlatShard(gradient, piece.shape, piece.start)
+        return shards
 
     def open_window(self, names: Iterable[str]) -> dict[str, FlatShard]:
         """Reopens a restored accumulation; returns zeroed gradient shards of this rank, by parameter."""
