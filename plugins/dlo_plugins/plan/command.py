@@ -48,16 +48,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top", type=int, default=5, help="number of plans (default: 5)")
     parser.add_argument("--out", type=Path, help="folder for the plans' configs, plan_1.yaml and so on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     check_options(options)
 
     if options.measure is None:
         load_machine(options.machine)  # Before torch is imported.
-    with prepared_process(found), config_only("dlo plan"):
+    with prepared_process(config_scan), config_only("dlo plan"):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
         from dlo_plugins.plan.plan_report import plan_run, report_json, report_text
 
-        run = SimulatedRun(found, 1, "dlo plan", unplanned=True)
+        run = SimulatedRun(config_scan, 1, "dlo plan", unplanned=True)
         gpus, nodes = count_gpus(run.user_config, options)
         planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, len(run.second_models()))
     files = planned.write(options.out) if options.out is not None else []
@@ -139,12 +139,12 @@ def remat(argv: list[str]) -> int:
     parser.add_argument("--micro-batch", type=int, help="samples of a rank's batch (default: the datamodule's)")
     parser.add_argument("--png", help="file for the picture of the first rank's schedule")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     for key in ("ranks", "micro_batch"):
         value = getattr(options, key)
         check_number(f"remat: --{key.replace('_', '-')}", value, "at least 1", "leave it out")
 
-    with prepared_process(found), config_only("dlo remat"):
+    with prepared_process(config_scan), config_only("dlo remat"):
         from dlo_plugins.memory.planning import Budget, describe_plan, plan_ranks, to_json
         from dlo_plugins.memory.scheduled_blocks import parse_link
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
@@ -160,7 +160,7 @@ def remat(argv: list[str]) -> int:
         link = parse_link(options.link or _LINK)
         if link is None:
             raise DloError("remat: --link must be a rate, got auto, which a run measures; give 25GB/s")
-        run = SimulatedRun(found, options.ranks, "dlo remat", infers_ranks=True)
+        run = SimulatedRun(config_scan, options.ranks, "dlo remat", infers_ranks=True)
         count = run.trainer.world_size
         ranks = predict_chains(run.user_config, run.model, run.datamodule, count, options.micro_batch)
     if options.offload:

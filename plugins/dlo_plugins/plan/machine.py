@@ -306,19 +306,19 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
         return values[key]
 
     def read(key: str, value: Any = None) -> float:
-        found = find(key) if value is None else value
+        entry = find(key) if value is None else value
         try:
-            number = float(found)
+            number = float(entry)
         except (TypeError, ValueError):
             number = -1.0
         if not 0 < number < math.inf:
-            raise DloError(f"machine {file}: {key} must be a positive number, got {found!r}; correct it")
+            raise DloError(f"machine {file}: {key} must be a positive number, got {entry!r}; correct it")
         return number
 
     def read_link(name: str) -> Link:
         key = f"links.{name}.bandwidth"
-        found = find(key)
-        table = found if isinstance(found, dict) else {1: found}  # By number of nodes.
+        entry = find(key)
+        table = entry if isinstance(entry, dict) else {1: entry}  # By number of nodes.
         return Link({int(nodes): read(key, rate) for nodes, rate in table.items()}, read(f"links.{name}.latency"))
 
     collect("", content)

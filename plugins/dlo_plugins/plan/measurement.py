@@ -70,15 +70,15 @@ def measure_rank(rank: int, world_size: int, device: str, dtype: str) -> RankMea
         run()
         if world_size > 1:
             dist.barrier()
-        found = []
+        times = []
         for _ in range(_CALLS):
             began = time.perf_counter()
             for _ in range(calls):
                 run()
             if device == "cuda":
                 torch.cuda.synchronize()
-            found.append((time.perf_counter() - began) / calls)
-        return statistics.median(found)
+            times.append((time.perf_counter() - began) / calls)
+        return statistics.median(times)
 
     peak = 0.0
     for size in _PRODUCT[device]:
@@ -124,13 +124,13 @@ def measure_machine(dtype: str, gpus: int, device: str) -> dict[str, Any]:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     backend = "nccl" if device == "cuda" else "gloo"
     try:
-        found = run_distributed(
+        by_rank = run_distributed(
             measure_rank, ranks, device, dtype, timeout=300, group_timeout=60, backend=backend, threads=threads
         )
     except RuntimeError as error:
         last = str(error).strip().splitlines()[-1]
         raise DloError(f"plan: --measure must be able to run {ranks} ranks here, got {last}; use --machine") from error
-    return machine_content(found, dtype, device, threads)
+    return machine_content(by_rank, dtype, device, threads)
 
 
 def machine_content(ranks: Sequence[RankMeasurement], dtype: str, device: str, threads: int) -> dict[str, Any]:

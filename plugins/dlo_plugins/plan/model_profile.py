@@ -281,15 +281,15 @@ def profile_block(
     recorder.record = first
     with saved.hooks(), torch.enable_grad():
         outputs = forward(*args, **kwargs)
-    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    output_leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recorder.record = second
-    roots = [leaf for leaf in found if leaf.requires_grad]
+    roots = [leaf for leaf in output_leaves if leaf.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.empty_like(leaf) for leaf in roots])
     recorder.record = None
-    ends = {recorder.number(leaf) for leaf in found}
+    ends = {recorder.number(leaf) for leaf in output_leaves}
     left_out = {*recorder.weights, *map(recorder.number, leaves)} | ends
-    output = DividedAmount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
+    output = DividedAmount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in output_leaves)))
     modes = _modes(first.operations, saved, left_out, ends, rows)
     transient = recorder.peak().beyond(output.plus(modes["none"].saved, rows)).times(1 / rows)
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
@@ -490,8 +490,8 @@ class _Profiler:
         task = self.task
         if self.plan is None or not isinstance(task, Task):
             takes_number = is_param_in_hook_signature(task.training_step, "batch_idx", min_args=2)  # As Lightning asks.
-            found = task.training_step(batch, 0) if takes_number else task.training_step(batch)
-            loss = found["loss"] if isinstance(found, dict) else found
+            step_output = task.training_step(batch, 0) if takes_number else task.training_step(batch)
+            loss = step_output["loss"] if isinstance(step_output, dict) else step_output
         else:
             args, kwargs = task.inputs(batch)
             if dtype is not None:  # A task may cast them to its own dtype.
@@ -588,14 +588,14 @@ class _BlockPass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Returns empty gradients of the inputs."""
         ctx.rest.pause()
-        found = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.shapes]
+        input_grads = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.shapes]
         ctx.rest.resume("stem" if ctx.first else "between")
-        return None, None, None, None, *found
+        return None, None, None, None, *input_grads
 
 
 def _kind(block: nn.Module) -> Any:
     """Returns what blocks of one kind have in common: classes, shapes and plain settings of all their modules."""
-    found: list[Any] = []
+    modules: list[Any] = []
     for name, module in block.named_modules():
         plain = sorted(
             (key, value)
@@ -603,8 +603,8 @@ def _kind(block: nn.Module) -> Any:
             if isinstance(value, int | float | str | bool) and not any(key.endswith(end) for end in _NUMBERS)
         )
         shapes = [(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)]
-        found.append((name, type(module), tuple(plain), tuple(shapes)))
-    return tuple(found)
+        modules.append((name, type(module), tuple(plain), tuple(shapes)))
+    return tuple(modules)
 
 
 def _signature(inputs: Any) -> Any:

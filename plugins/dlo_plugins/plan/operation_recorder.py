@@ -113,11 +113,11 @@ class Recorder(TorchDispatchMode):
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage."""
         storage = tensor.untyped_storage()
-        found = self._numbers.get(storage)
-        if found is None:
-            found = self._numbers[storage] = self._next
+        number = self._numbers.get(storage)
+        if number is None:
+            number = self._numbers[storage] = self._next
             self._next += 1
-        return found
+        return number
 
     def add_product(self, product: Product, inputs: list[Tensor], output: Tensor) -> None:
         """Adds a matrix product that runs as no operator of torch, such as intercepted attention."""
@@ -182,10 +182,10 @@ class Recorder(TorchDispatchMode):
     def _reads(self, inputs: list[Tensor]) -> dict[int, int]:
         """Returns the bytes that are read of each storage: all parts of it, and none twice."""
         parts = {(self.number(x), x.storage_offset(), x.shape, x.stride()): _bytes(x) for x in inputs}
-        found: dict[int, int] = {}
+        read_bytes: dict[int, int] = {}
         for (number, *_), size in parts.items():
-            found[number] = found.get(number, 0) + size
-        return {self.number(x): min(found[self.number(x)], x.untyped_storage().nbytes()) for x in inputs}
+            read_bytes[number] = read_bytes.get(number, 0) + size
+        return {self.number(x): min(read_bytes[self.number(x)], x.untyped_storage().nbytes()) for x in inputs}
 
     def _allocate(self, tensor: Tensor, inside: bool) -> None:
         storage, number = tensor.untyped_storage(), self.number(tensor)
@@ -395,7 +395,7 @@ class Fusion:
             sizes: Bytes that autograd saves, and whether tensor parallelism divides them, by number.
             known: Numbers of storages that are in memory anyway.
         """
-        found = {
+        saved = {
             number: entry for number, entry in sizes.items() if number not in self.internal and number not in known
         }
         by_kernel: dict[int, dict[int, tuple[int, bool]]] = {}
@@ -404,10 +404,10 @@ class Fusion:
                 by_kernel.setdefault(self.kernel_of[number], {})[number] = entry
         for kernel, own in by_kernel.items():
             reads = self.sources.get(kernel, ())
-            sources = {n: (size, inside) for n, size, inside in reads if n not in found and n not in known}
+            sources = {n: (size, inside) for n, size, inside in reads if n not in saved and n not in known}
             is_less = sum(size for size, _ in sources.values()) < sum(size for size, _ in own.values())
-            found |= sources if is_less else own
-        return DividedAmount.sum(found.values())
+            saved |= sources if is_less else own
+        return DividedAmount.sum(saved.values())
 
 
 def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
@@ -446,7 +446,7 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
         Kernels(DividedAmount.sum(moved), len({group[at] for at, op in enumerate(operations) if op.product is None})),
         frozenset(internal),
         {number: group[at] for number, at in maker.items() if number in internal},
-        {kernel: tuple(found.values()) for kernel, found in reads.items()},
+        {kernel: tuple(by_number.values()) for kernel, by_number in reads.items()},
     )
 
 

@@ -60,13 +60,13 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     Raises:
         DloError: The config's datamodule has no `batch_size` to set.
     """
-    found, layout = copy.deepcopy(config), candidate.layout
+    new_config, layout = copy.deepcopy(config), candidate.layout
     mesh = layout.mesh
-    trainer = found.setdefault("trainer", {})
+    trainer = new_config.setdefault("trainer", {})
     before = trainer.get("strategy")
     strategy = _zero_strategy(before, state) if layout.uses_zero_strategy else mesh_strategy(candidate, before, state)
     trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": strategy}
-    callbacks = [entry for entry in _callbacks(found) if _class_name(entry) != "Rotor"]
+    callbacks = [entry for entry in _callbacks(new_config) if _class_name(entry) != "Rotor"]
     if layout.recompute == "rotor":
         # On an accelerator a run measures its link.
         offload = {"offload": True} if layout.offload else {}
@@ -77,16 +77,16 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     if mesh.pp > 1:
         rows *= layout.micro_batches
     trainer["accumulate_grad_batches"] = layout.global_batch // rows
-    data = found.get("data")
+    data = new_config.get("data")
     if not isinstance(data, dict) or "class_path" not in data:
         raise DloError(
             "data must be a datamodule with batch_size for a plan to be written, got none; add data: {class_path: ...,"
             " init_args: {batch_size: ...}}, or leave out --out"
         )
     data.setdefault("init_args", {})["batch_size"] = rows
-    if _init_args(found, "model").get("recompute"):
-        found["model"]["init_args"]["recompute"] = False
-    return found
+    if _init_args(new_config, "model").get("recompute"):
+        new_config["model"]["init_args"]["recompute"] = False
+    return new_config
 
 
 def _zero_strategy(before: Any, state: StateFormat) -> dict[str, Any]:
@@ -268,14 +268,14 @@ def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: i
     schedule, chunks = options.get("schedule") or "1F1B", 1
     if spec.pp > 1:
         chunks = make_placement(schedule, spec.pp, options.get("stages_per_rank")).stages_per_rank
-    found = Layout(
+    layout = Layout(
         spec, rows, count, schedule, chunks,
         tuple(split) if split else None, (2 if keeps else 3) if spec.dp_shard * spec.cp > 1 else 0,
         bool(sharding.get("sync_every_micro_batch")), bool(options.get("sequence_parallel")), mode,
         int((recomputation or {}).get("every") or 1),
     )  # fmt: skip
     # Two versions of full weights, and shards of the optimizer's state.
-    return replace(found, zero=int(spec.dp_shard * spec.cp > 1)) if found.delays else found
+    return replace(layout, zero=int(spec.dp_shard * spec.cp > 1)) if layout.delays else layout
 
 
 def layout_or_one_rank(config: dict[str, Any], ranks: int | None) -> Layout:

@@ -66,27 +66,27 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState, second_mo
         optimizer: State of the run's optimizer.
         second_models: Number of second models, such as a teacher.
     """
-    found = []
+    sentences = []
     for name, what in _PARTS.items():
         options = find_part(config, name)
         rounds = name != "Quantise" or (options or {}).get("when") == "aware"
         if options is not None and rounds:
-            found.append(f"{name}: {what}")
+            sentences.append(f"{name}: {what}")
     strategy = strategy_options((config.get("trainer") or {}).get("strategy"))
     if strategy.get("async_tp"):
-        found.append("async_tp: communication of tp that overlaps computation; all of it is exposed")
+        sentences.append("async_tp: communication of tp that overlaps computation; all of it is exposed")
     if second_models:
-        found.append("the second model, such as a teacher: its parameters take memory, and its forward time")
+        sentences.append("the second model, such as a teacher: its parameters take memory, and its forward time")
     if optimizer.error:
-        found.append(
+        sentences.append(
             f"the optimizer, which could not be built without a trainer ({optimizer.error}): Adam's two moments"
         )
     if optimizer.kind != "elementwise":
-        found.append(
+        sentences.append(
             f"{optimizer.name}: computation beyond what it reads and writes, full gradients for its step, and"
             " uneven shares: under sharding each rank steps full tensors"
         )
-    return found
+    return sentences
 
 
 @dataclass(frozen=True)
@@ -258,13 +258,13 @@ def shorten_axes(mesh: MeshSpec) -> MeshSpec:
     def smallest(size: int) -> int:
         return next((factor for factor in range(2, math.isqrt(size) + 1) if size % factor == 0), size)
 
-    found = MeshSpec(**{axis: size if axis == "tp" else smallest(size) for axis, size in mesh.sizes.items()})
+    shortened = MeshSpec(**{axis: size if axis == "tp" else smallest(size) for axis, size in mesh.sizes.items()})
     if mesh.ep == 1:
-        return found
-    found = replace(found, ep=smallest(mesh.ep))
-    for size in range(found.dp_shard, mesh.dp_shard + 1):
-        tried = replace(found, dp_shard=size)
-        divides = mesh.dp_shard % size == 0 and size * found.cp % found.ep == 0
+        return shortened
+    shortened = replace(shortened, ep=smallest(mesh.ep))
+    for size in range(shortened.dp_shard, mesh.dp_shard + 1):
+        tried = replace(shortened, dp_shard=size)
+        divides = mesh.dp_shard % size == 0 and size * shortened.cp % shortened.ep == 0
         if divides and (tried.expert_shards > 1) == (mesh.expert_shards > 1):
             return tried
     return mesh
@@ -345,8 +345,8 @@ class RankVerification:
         """Returns a strategy with these options."""
         parser = DloParser()
         parser.add_argument("--strategy", type=Strategy)
-        found = {"class_path": "MeshStrategy", "init_args": options}
-        strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
+        entry = {"class_path": "MeshStrategy", "init_args": options}
+        strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": entry})).strategy
         strategy.precision_plugin = simulated_precision(self._precision)
         strategy.num_nodes = nodes
         strategy.parallel_devices = [torch.device("cpu")] * (ranks // nodes)

@@ -221,12 +221,12 @@ class PlanSearch:
             result = self._search(refused)
             if verify is None:
                 return result
-            found = [self._verified(candidate, n, verify) for n, candidate in enumerate(result.candidates)]
-            new = [item for item in found if isinstance(item, Rejection)]
+            outcomes = [self._verified(candidate, n, verify) for n, candidate in enumerate(result.candidates)]
+            new = [item for item in outcomes if isinstance(item, Rejection)]
             if not new:
-                return replace(result, candidates=[item for item in found if isinstance(item, Candidate)])
+                return replace(result, candidates=[item for item in outcomes if isinstance(item, Candidate)])
             refused += new
-        passed = [item for item in found[:_VERIFIED] if isinstance(item, Candidate)]
+        passed = [item for item in outcomes[:_VERIFIED] if isinstance(item, Candidate)]
         if not passed:
             raise DloError(refused[0].why or str(refused[0]))
         return replace(result, candidates=passed, rejections=result.rejections + new)
@@ -258,15 +258,15 @@ class PlanSearch:
             if bound > limit:
                 rejections.append(Rejection(layout, "time", bound, limit))
                 continue
-            found = self._refusal(layout, refused) or self._cheapest(layout, limit)
-            if isinstance(found, Candidate) and found.layout.mesh.pp > 1 and found.time.total <= limit:
-                found = self._candidate(found.layout, found.memory, exact=True)
-            if isinstance(found, Rejection):
-                rejections.append(found)
-            elif found.time.total > limit:
-                rejections.append(Rejection(found.layout, "time", found.time.total, limit))
+            outcome = self._refusal(layout, refused) or self._cheapest(layout, limit)
+            if isinstance(outcome, Candidate) and outcome.layout.mesh.pp > 1 and outcome.time.total <= limit:
+                outcome = self._candidate(outcome.layout, outcome.memory, exact=True)
+            if isinstance(outcome, Rejection):
+                rejections.append(outcome)
+            elif outcome.time.total > limit:
+                rejections.append(Rejection(outcome.layout, "time", outcome.time.total, limit))
             else:
-                rejections += self._insert(kept, found)
+                rejections += self._insert(kept, outcome)
         if not kept and refused:
             raise DloError(refused[0].why or str(refused[0]))
         if not kept:
@@ -279,31 +279,31 @@ class PlanSearch:
 
         A schedule other than 1F1B that a rank cannot run is refused on all meshes.
         """
-        for found in refused:
-            other = found.layout
+        for refusal in refused:
+            other = refusal.layout
             is_same = layout.schedule == other.schedule and (layout.schedule != "1F1B" or layout.mesh == other.mesh)
-            if found.kind != "refused":
+            if refusal.kind != "refused":
                 ways: dict[str, Any] = {key: getattr(other, key) for key in ("recompute", "every", "budget", "offload")}
                 is_same = replace(layout, **ways) == other
             if is_same:
-                return replace(found, layout=layout)
+                return replace(refusal, layout=layout)
         return None
 
-    def _insert(self, kept: dict[tuple[object, ...], Candidate], found: Candidate) -> list[Rejection]:
+    def _insert(self, kept: dict[tuple[object, ...], Candidate], plan: Candidate) -> list[Rejection]:
         """Adds a plan to those that are kept, and returns those that leave.
 
         Of plans that differ only in how data parallelism shards, the fastest is kept.
         """
-        layout = found.layout
+        layout = plan.layout
         mesh = layout.mesh
         key = (mesh.pp, mesh.cp, mesh.tp, mesh.ep, layout.micro_batch, layout.schedule)
         rejections = []
         other = kept.get(key)
-        if other is not None and other.time.total <= found.time.total:
-            return [Rejection(layout, "time", found.time.total, other.time.total)]
+        if other is not None and other.time.total <= plan.time.total:
+            return [Rejection(layout, "time", plan.time.total, other.time.total)]
         if other is not None:
-            rejections.append(Rejection(other.layout, "time", other.time.total, found.time.total))
-        kept[key] = found
+            rejections.append(Rejection(other.layout, "time", other.time.total, plan.time.total))
+        kept[key] = plan
         if len(kept) > self.request.top:
             worst = max(kept, key=lambda name: kept[name].time.total)
             out = kept.pop(worst)
@@ -426,7 +426,7 @@ class PlanSearch:
         value = self.memory.least_state(layout)
         if value > memory:
             return Rejection(layout, "memory", value, memory)
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         least: list[tuple[float, Layout]] = []
         alone = bool(self.times.recomputed_stages(layout))  # The schedule recomputes, and blocks need not.
         recomputes = self._recomputes(layout) and not alone
@@ -437,24 +437,24 @@ class PlanSearch:
             needs = self.memory.largest(way)
             least.append((needs.total, way))
             if needs.total <= memory:
-                found.append(self._candidate(way, needs))
+                candidates.append(self._candidate(way, needs))
                 if mode == "none":  # Nothing is faster than not to recompute.
-                    return found[0]
+                    return candidates[0]
         slower: list[Rejection] = []
         if self.request.rotor and self.profile.blocks and allows("recompute", "rotor") and not alone:
             for offload in (False, True):
                 if not allows("offload", offload) or (offload and not self._offloads):
                     continue
                 margin = 1 - _GAIN if offload else 1.0
-                shortest = min([limit, *(candidate.time.total * margin for candidate in found)])
+                shortest = min([limit, *(candidate.time.total * margin for candidate in candidates)])
                 rotor = self._with_rotor(replace(layout, recompute="rotor", offload=offload), shortest)
                 if isinstance(rotor, Candidate):
-                    found.append(rotor)
+                    candidates.append(rotor)
                 elif rotor.kind == "time":
                     slower.append(rotor)
                 else:
                     least.append((rotor.value, rotor.layout))
-        fastest = min(found, key=lambda candidate: candidate.time.total, default=None)
+        fastest = min(candidates, key=lambda candidate: candidate.time.total, default=None)
         if slower and (fastest is None or fastest.time.total > limit):  # Rotor may be faster, and is too slow as well.
             return min(slower, key=lambda rejection: rejection.value)
         if fastest is not None:
@@ -579,6 +579,6 @@ def summarise_rejections(rejections: Sequence[Rejection], seconds: float, shown:
         key = (rejection.kind, rejection.layout.mesh)
         if key not in best or excess < best[key][0]:
             best[key] = excess, rejection
-    ordered = [found for _, found in sorted(best.values(), key=lambda item: item[0])]
+    ordered = [rejection for _, rejection in sorted(best.values(), key=lambda item: item[0])]
     by_kind = [[r for r in ordered if r.kind == kind][: shown // 2] for kind in ("refused", "memory", "time")]
     return [replace(r, limit=seconds) if r.kind == "time" else r for r in itertools.chain.from_iterable(by_kind)]

@@ -160,17 +160,17 @@ class MemoryModel:
         stages = self._times.stages(layout)
         key = (id(stages), *_replay_key(layout))
         if key not in self._groups:
-            found: dict[object, RankGroup] = {}
+            groups: dict[object, RankGroup] = {}
             for rank in in_flight(layout):
                 ends = (0 in rank.stages, layout.stages - 1 in rank.stages)
                 kinds = tuple(id(stages[stage]) for stage in rank.stages)
-                found.setdefault((ends, kinds, *rank[1:]), RankGroup([], rank)).ranks.append(rank.stages)
-            self._groups[key] = list(found.values())
+                groups.setdefault((ends, kinds, *rank[1:]), RankGroup([], rank)).ranks.append(rank.stages)
+            self._groups[key] = list(groups.values())
         return self._groups[key]
 
     def _of_groups(self, layout: Layout, rotor: RotorPlan | None) -> list[RankMemory]:
         stages, machine = self._times.stages(layout), self._times.machine
-        found = []
+        memories = []
         for number, group in enumerate(self.groups(layout)):
             parameters, gradients, optimizer, gathered, unit = self._state(
                 layout, stages, group.flying.stages, rotor.region if rotor else 1
@@ -188,8 +188,8 @@ class MemoryModel:
                 gradients, kept = (unit, kept) if kept >= gradients else (unit + gradients, 0.0)
                 loss = 0.0
             parts = (parameters, gradients, optimizer, gathered, kept, working, loss)
-            found.append(RankMemory(*parts, machine.reserved + machine.fragmentation * sum(parts)))
-        return found
+            memories.append(RankMemory(*parts, machine.reserved + machine.fragmentation * sum(parts)))
+        return memories
 
     def available(self, layout: Layout, memory: float, region: int = 1) -> float:
         """Returns the bytes that the state leaves for activations on the rank that has the fewest.
@@ -294,14 +294,14 @@ class MemoryModel:
     def _activations(self, layout: Layout, stages: Sequence[Stage], flying: InFlight) -> tuple[float, float, float]:
         """Returns the bytes that are kept, those of the block that runs, and those of the loss."""
         hidden = self._times.hidden(layout)
-        found = [self.stage_bytes(layout, stages[stage]) for stage in flying.stages]
+        by_stage = [self.stage_bytes(layout, stages[stage]) for stage in flying.stages]
         kept = 0.0
-        for stage, count, inputs, one in zip(flying.stages, flying.together, flying.inputs, found, strict=True):
+        for stage, count, inputs, one in zip(flying.stages, flying.together, flying.inputs, by_stage, strict=True):
             kept += inputs * hidden * (stage > 0)
             # Each stage keeps its first block's input, and may free its output where it has been sent.
             frees = self.state.frees_sent and stage < layout.stages - 1
             kept += count * (one[0] + hidden * (not frees))
-        return kept, max(one[1] for one in found), max(one[2] for one in found)
+        return kept, max(one[1] for one in by_stage), max(one[2] for one in by_stage)
 
     def loss_bytes(self, layout: Layout) -> float:
         """Returns the bytes of a micro-batch's logits and of the loss's gradients; fewer if the loss takes chunks."""

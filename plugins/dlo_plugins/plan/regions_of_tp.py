@@ -53,28 +53,28 @@ class TensorRegions:
         self._model, self._plan = model, plan
         self.sizes: tuple[int, ...] = (1,)
         self.why_not: dict[str, str] = {}
-        self._found: TPPlan | None = None
+        self._tp_plan: TPPlan | None = None
         if plan is not None:
             try:
-                self._found = make_tp_plan(model, plan, 1)
+                self._tp_plan = make_tp_plan(model, plan, 1)
                 self.sizes = tuple(n for n in range(1, 129) if self._divides(n))
             except DloError as error:
                 self.why_not["tp"] = str(error)
         self._names = {id(module): name for name, module in model.named_modules()}
-        found = self._found or TPPlan()
-        self._regions = found.regions
-        self._columns = {name for region in found.regions.values() for name in region.columns}
-        self._rows = {name for region in found.regions.values() for name in region.rows}
-        self._vocabulary = set(found.vocabulary)
-        self._experts = set(found.experts)
-        self.divided = set(found.divisions)
+        tp_plan = self._tp_plan or TPPlan()
+        self._regions = tp_plan.regions
+        self._columns = {name for region in tp_plan.regions.values() for name in region.columns}
+        self._rows = {name for region in tp_plan.regions.values() for name in region.rows}
+        self._vocabulary = set(tp_plan.vocabulary)
+        self._experts = set(tp_plan.experts)
+        self.divided = set(tp_plan.divisions)
         self._state: dict[str, str] = {}
         self._passed: dict[str, PassedBytes] = {}
 
     def _divides(self, tp: int) -> bool:
-        assert self._found is not None
+        assert self._tp_plan is not None
         try:
-            check_divisibility(self._found.divisibilities, tp)
+            check_divisibility(self._tp_plan.divisibilities, tp)
         except DloError as error:
             self.why_not.setdefault(f"tp={tp}", str(error))
             return False
@@ -93,8 +93,8 @@ class TensorRegions:
             default: Bytes of each for a region of which no call was seen.
         """
         unseen = PassedBytes(default, default)
-        found = [self._passed.get(key, unseen) for key in self.regions_in(name)]
-        return PassedBytes(*(sum(sizes) for sizes in zip(*found, strict=True))) if found else PassedBytes(0.0)
+        passed = [self._passed.get(key, unseen) for key in self.regions_in(name)]
+        return PassedBytes(*(sum(sizes) for sizes in zip(*passed, strict=True))) if passed else PassedBytes(0.0)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -103,8 +103,8 @@ class TensorRegions:
         Autocast makes them differ: what enters has the dtype of the layer before, what leaves that of products.
         """
         with contextlib.ExitStack() as hooks:
-            found = {name: (r.columns[0], r.rows[-1]) for name, r in self._regions.items() if r.columns and r.rows}
-            for name, (first, last) in {**found, **{name: (name, name) for name in self._experts}}.items():
+            ends = {name: (r.columns[0], r.rows[-1]) for name, r in self._regions.items() if r.columns and r.rows}
+            for name, (first, last) in {**ends, **{name: (name, name) for name in self._experts}}.items():
                 enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
                 hooks.enter_context(self._model.get_submodule(first).register_forward_hook(enter, with_kwargs=True))
                 hooks.enter_context(self._model.get_submodule(last).register_forward_hook(leave))
@@ -134,7 +134,7 @@ class TensorRegions:
                 return ("", False) if is_table else ("n", True)
             if name in self._experts:
                 return self._classify_experts(name, is_product)
-            region = region_of(self._found, name) if self._found is not None and name else None
+            region = region_of(self._tp_plan, name) if self._tp_plan is not None and name else None
             if name in self._columns:
                 self._state[region or ""] = "inside"
                 return "n", True
@@ -168,7 +168,7 @@ class TensorRegions:
             blocks: Names of the blocks.
             experts: Names of the parameters that `ep` divides.
         """
-        found = {name: [[0.0, 0.0] for _ in _COUNTS] for name in (*blocks, "stem", "head")}
+        sums = {name: [[0.0, 0.0] for _ in _COUNTS] for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
         known = set(blocks)
@@ -180,7 +180,7 @@ class TensorRegions:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained, fixed, divided, trained_divided = found[part]
+            every, trained, fixed, divided, trained_divided = sums[part]
             if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
                 fixed[at] += parameter.nbytes
                 continue
@@ -189,7 +189,7 @@ class TensorRegions:
             if name in experts:
                 divided[at] += parameter.numel()
                 trained_divided[at] += parameter.numel() * parameter.requires_grad
-        counts = {name: (DividedAmount(*amount) for amount in amounts) for name, amounts in found.items()}
+        counts = {name: (DividedAmount(*amount) for amount in amounts) for name, amounts in sums.items()}
         return {name: dict(zip(_COUNTS, own, strict=True)) for name, own in counts.items()}, DividedAmount(*tied)
 
     def _part_of(self, name: str, blocks: set[str]) -> str:
@@ -227,9 +227,9 @@ class ExpertProfile:
         self.why_not: dict[str, str] = {}
         self._mixtures: list[Mixture] = []
         self._exchanged: dict[str, float] = {}
-        found = [] if plan is None else find_mixtures(model, plan)
-        if plan is not None and found:
-            common = math.gcd(*(mixture.count for mixture in found))
+        mixtures = [] if plan is None else find_mixtures(model, plan)
+        if plan is not None and mixtures:
+            common = math.gcd(*(mixture.count for mixture in mixtures))
             try:
                 self._mixtures = divisible_mixtures(model, plan, common)
                 self.sizes = tuple(n for n in range(1, common + 1) if common % n == 0)

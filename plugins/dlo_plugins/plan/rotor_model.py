@@ -56,11 +56,11 @@ class _StageChain:
         if rate is not None:
             need -= rate * sum(max(mode.forward for mode in stage.modes) for stage in chain.stages)
             slowest = 1 / rate
-        found = 0.0
+        seconds = 0.0
         for size, cost in self.steps:
             if need <= size or cost >= slowest:
-                return found + max(need, 0.0) * min(cost, slowest)
-            found, need = found + size * cost, need - size
+                return seconds + max(need, 0.0) * min(cost, slowest)
+            seconds, need = seconds + size * cost, need - size
         return math.inf
 
 
@@ -120,13 +120,13 @@ class RotorModel:
         region, total = 1, math.inf
         for _ in range(_ATTEMPTS):
             tried = replace(layout, budget=round_budget(self._memory.available(layout, memory, region)))
-            found = self.plan(tried)
-            if found is None:
+            plan = self.plan(tried)
+            if plan is None:
                 return math.inf if layout.offload else max(self._least(layout, region), memory)
-            total = self._memory.largest(tried, found).total
+            total = self._memory.largest(tried, plan).total
             if total <= memory:
                 return tried
-            region = found.region
+            region = plan.region
         return total
 
     def _least(self, layout: Layout, region: int) -> float:
@@ -146,14 +146,14 @@ class RotorModel:
 
     def least_repeated(self, layout: Layout) -> tuple[float, ...]:
         """Returns a lower bound of each stage's recomputation in a micro-batch, within a layout's budget."""
-        chains, found = self.chains(layout), [0.0] * layout.stages
+        chains, seconds = self.chains(layout), [0.0] * layout.stages
         for group in self._memory.groups(layout):
             for place, share in enumerate(self._shares(layout, chains, group)):
                 rate = self._link.to_host if layout.offload and self._link else None
                 least = chains[group.flying.stages[place]].least_seconds(share, rate)
                 for stages in group.ranks:
-                    found[stages[place]] = least
-        return tuple(found)
+                    seconds[stages[place]] = least
+        return tuple(seconds)
 
     def least_memory(self, layout: Layout) -> float:
         """Returns a lower bound of the memory of the rank that needs most, under any budget."""
@@ -176,8 +176,8 @@ class RotorModel:
             try:
                 if offload and self._link is not None:
                     known = self._solve(chain, budget, False)
-                    found = solve_offload(chain.measured.chain, size, self._link, states=_STATES, known=known)
-                    self._solved[key] = found
+                    schedule = solve_offload(chain.measured.chain, size, self._link, states=_STATES, known=known)
+                    self._solved[key] = schedule
                 else:
                     self._solved[key] = solve(chain.measured.chain, size)
             except DloError:  # The least budget is larger.
@@ -186,7 +186,7 @@ class RotorModel:
 
     def chains(self, layout: Layout) -> list[_StageChain]:
         """Returns the chain of each stage of a layout, for one micro-batch."""
-        split, found, at = self._times.split(layout), [], 0
+        split, chains, at = self._times.split(layout), [], 0
         profile = self._times.profile_of(layout)
         fraction = self._times.fraction(layout)
         for number, count in enumerate(split):
@@ -195,9 +195,9 @@ class RotorModel:
             key = (*map(id, blocks), ends, fraction)
             if key not in self._chains:
                 self._chains[key] = self._make_chain(blocks, layout, *ends)
-            found.append(self._chains[key])
+            chains.append(self._chains[key])
             at += count
-        return found
+        return chains
 
     def _make_chain(self, blocks: Sequence[Part], layout: Layout, is_first: bool, is_last: bool) -> _StageChain:
         times, fraction = self._times, self._times.fraction(layout)
@@ -255,10 +255,10 @@ def _steps(stage: Stage) -> list[tuple[float, float]]:
     points = [(mode.saved, mode.forward + mode.backward - first.forward - first.backward) for mode in stage.modes]
     points.append((0, stage.forward))
     at = points[0]
-    found: list[tuple[float, float]] = []
+    steps: list[tuple[float, float]] = []
     while at[0] > 0:
         below = [point for point in points if point[0] < at[0]]
         best = min(below, key=lambda point: ((point[1] - at[1]) / (at[0] - point[0]), point[0]))
-        found.append((at[0] - best[0], max(0.0, (best[1] - at[1]) / (at[0] - best[0]))))
+        steps.append((at[0] - best[0], max(0.0, (best[1] - at[1]) / (at[0] - best[0]))))
         at = best
-    return found
+    return steps

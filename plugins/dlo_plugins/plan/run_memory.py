@@ -71,8 +71,8 @@ def predict_rank_memory(
     state, _ = run_state(config, model, *read_dtypes(config, device))
     machine = load_machine("h100" if device == "cuda" else "cpu")
     profile = profile_run(model, datamodule, state, machine.device)
-    found = MemoryModel(TimeModel(profile, machine, state)).largest(layout)
-    return {name: size for name, size in vars(found).items() if size > 0}
+    memory = MemoryModel(TimeModel(profile, machine, state)).largest(layout)
+    return {name: size for name, size in vars(memory).items() if size > 0}
 
 
 def predict_chains(
@@ -176,14 +176,14 @@ def measure_optimizer(module: Any, dtype: torch.dtype) -> OptimizerState:
     return OptimizerState(" and ".join(names), kept / stored if stored else 0.0, kind)
 
 
-def _find_optimizers(found: Any) -> Iterator[Optimizer]:
+def _find_optimizers(configured: Any) -> Iterator[Optimizer]:
     """Yields the optimizers in what `configure_optimizers` returns."""
-    if isinstance(found, Optimizer):
-        yield found
-    elif isinstance(found, dict):
-        yield from _find_optimizers(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for entry in found:
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from _find_optimizers(configured.get("optimizer"))
+    elif isinstance(configured, list | tuple):
+        for entry in configured:
             yield from _find_optimizers(entry)
 
 
@@ -310,10 +310,10 @@ def profile_run(model: Any, datamodule: Any, state: StateFormat, device: str = "
     model = on_meta(model)
     plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
     batch = batch_of(model, datamodule)
-    found = profile_formats(model, batch, plan, state, device)
+    profile = profile_formats(model, batch, plan, state, device)
     # Rules of projections that were inferred do not say what runs between them.
     has_own = isinstance(model, Task) and has_rules(model.parallel_plan())
-    return found if has_own else replace(found, sequence_parallel=False)
+    return profile if has_own else replace(profile, sequence_parallel=False)
 
 
 def profile_formats(model: Any, batch: Any, plan: ParallelPlan | None, state: StateFormat, device: str) -> ModelProfile:
@@ -324,8 +324,8 @@ def profile_formats(model: Any, batch: Any, plan: ParallelPlan | None, state: St
     uncast = profile_model(model, batch, plan, dtype=torch.float32, autocast=dtype, device=device)
     if state.gathered > dtype.itemsize:
         return uncast
-    found = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device)
-    return replace(found, uncast=uncast)
+    profile = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device)
+    return replace(profile, uncast=uncast)
 
 
 def _completed(task: Task, datamodule: Any) -> ParallelPlan:

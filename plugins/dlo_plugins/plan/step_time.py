@@ -145,8 +145,8 @@ class TimeModel:
         mesh = layout.mesh
         ep = mesh.ep if part.exchanged or part.cast.total else 1
         own = (id(part.forward), part.cast, mesh.tp, mesh.cp, ep, layout.micro_batch, layout.sequence_parallel, mode)
-        found: PartTime = self._once(("part", *own), lambda: self._compute_part(part, layout, mode))
-        return found
+        times: PartTime = self._once(("part", *own), lambda: self._compute_part(part, layout, mode))
+        return times
 
     def _compute_part(self, part: Part, layout: Layout, mode: str) -> PartTime:
         fraction = self.fraction(layout)
@@ -236,7 +236,7 @@ class TimeModel:
         if mesh.cp == 1:
             return 0.0, 0.0
         fraction = RankFraction(layout.micro_batch / mesh.cp, mesh.tp, False)
-        found, alone = [0.0, 0.0], 0.0
+        exposed, alone = [0.0, 0.0], 0.0
         for backward, work in enumerate((part.forward, part.backward)):
             for product, count in work.products:
                 if not product.is_attention:
@@ -246,10 +246,10 @@ class TimeModel:
                 rate, latency = self.machine.link_of(mesh.cp, mesh.tp)
                 sending = (mesh.cp - 1) * (latency + size / rate)
                 running = count * self.machine.product_seconds(own, self.state.compute, backward=bool(backward))
-                found[backward] += max(0.0, sending - running * (mesh.cp - 1) / mesh.cp)
+                exposed[backward] += max(0.0, sending - running * (mesh.cp - 1) / mesh.cp)
                 alone += sending * (not backward)
-        again = found[0] if mode == "full" else alone * (repeats_messages(mode) and not self.state.compiled)
-        return found[0], found[1] + again
+        again = exposed[0] if mode == "full" else alone * (repeats_messages(mode) and not self.state.compiled)
+        return exposed[0], exposed[1] + again
 
     def split(self, layout: Layout) -> tuple[int, ...]:
         """Returns the number of blocks of each stage: the given one, or the one with the cheapest largest stage."""
@@ -268,15 +268,15 @@ class TimeModel:
             return split_blocks(costs, layout.stages, *ends)
 
         key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every, self._casts(layout))
-        found: tuple[int, ...] = self._once(("split", *key), balance)
-        return found
+        split: tuple[int, ...] = self._once(("split", *key), balance)
+        return split
 
     def seconds(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
         """Returns the seconds of a micro-batch in forward and in backward, without gathering."""
-        found = self.part_time(part, layout, mode)
+        times = self.part_time(part, layout, mode)
         return (
-            found.forward + found.tensor[0] + found.context[0] + found.experts[0],
-            found.backward + found.repeated + sum(found.tensor[1:]) + found.context[1] + sum(found.experts[1:]),
+            times.forward + times.tensor[0] + times.context[0] + times.experts[0],
+            times.backward + times.repeated + sum(times.tensor[1:]) + times.context[1] + sum(times.experts[1:]),
         )
 
     def mode_of(self, layout: Layout, number: int) -> str:
@@ -287,11 +287,11 @@ class TimeModel:
         """Returns the parts of each stage, with their modes of recomputation and how often each occurs."""
         split = self.split(layout)
         key = ("stages", split, layout.recompute, layout.every, self._casts(layout))
-        found: tuple[Stage, ...] = self._once(key, lambda: self._make_stages(layout, split))
-        return found
+        stages: tuple[Stage, ...] = self._once(key, lambda: self._make_stages(layout, split))
+        return stages
 
     def _make_stages(self, layout: Layout, split: tuple[int, ...]) -> tuple[Stage, ...]:
-        found: list[Stage] = []
+        stages: list[Stage] = []
         profile, at = self.profile_of(layout), 0
         for number, count in enumerate(split):
             parts: dict[tuple[int, str], tuple[Part, str, int]] = {}
@@ -303,10 +303,10 @@ class TimeModel:
                 parts[id(part), mode] = (part, mode, known[2] + 1)
             if number == len(split) - 1:
                 parts[-2, ""] = (profile.head, "none", 1)
-            found.append(tuple(parts.values()))
+            stages.append(tuple(parts.values()))
             at += count
         known_stages: dict[Stage, Stage] = {}
-        return tuple(known_stages.setdefault(stage, stage) for stage in found)
+        return tuple(known_stages.setdefault(stage, stage) for stage in stages)
 
     def least_pass(self, layout: Layout) -> float:
         """Returns a lower bound of a micro-batch's seconds in all stages together, whatever is recomputed.
@@ -383,8 +383,8 @@ class TimeModel:
                 },
             )
 
-        found: _Seconds = self._once(("stage", *self._stage_key(stage, layout)), compute)
-        return found
+        computation: _Seconds = self._once(("stage", *self._stage_key(stage, layout)), compute)
+        return computation
 
     def _stage_key(self, stage: Stage, layout: Layout) -> tuple[object, ...]:
         """Returns what decides a micro-batch's seconds in a stage."""
@@ -432,8 +432,8 @@ class TimeModel:
         count = min(layout.micro_batches, 4 * layout.stages)
         key = ("recomputed", layout.schedule, layout.mesh.pp, layout.stages_per_rank)
         own = (layout.schedule, layout.mesh.pp, count, layout.stages_option)
-        found: frozenset[int] = self._once(key, lambda: make_schedule(*own).recomputed_stages)
-        return found
+        stages: frozenset[int] = self._once(key, lambda: make_schedule(*own).recomputed_stages)
+        return stages
 
     def _formula(
         self, layout: Layout, forward: Sequence[float], backward: Sequence[float], work: Sequence[float]
@@ -448,12 +448,12 @@ class TimeModel:
         passes = [f + b * (not splits) for f, b in zip(forward, backward, strict=True)]
         if layout.delays:
             passes = [0.0] * len(passes)
-        found = 0.0
+        bound = 0.0
         for rank in range(where.ranks):
             own = where.stages_of(rank)
             busy = sum(work[stage] for stage in own)
-            found = max(found, layout.micro_batches * busy + sum(passes[: min(own)]))
-        return found
+            bound = max(bound, layout.micro_batches * busy + sum(passes[: min(own)]))
+        return bound
 
     def _gathering(self, stage: Stage, layout: Layout) -> tuple[float, float]:
         """Returns the exposed gathering of a stage's parameters in forward and in backward of a micro-batch.
@@ -466,13 +466,13 @@ class TimeModel:
         keeps = layout.zero < 3
 
         def compute() -> tuple[float, float]:
-            found = [0.0, 0.0]
+            exposed = [0.0, 0.0]
             for part, mode, times in stage:
                 seconds = self._part_gathering(part, layout)
                 for at, running in enumerate(self.seconds(part, layout, mode)):
                     if not (at and keeps):
-                        found[at] += times * self.machine.exposed(seconds, running)
-            return found[0], found[1]
+                        exposed[at] += times * self.machine.exposed(seconds, running)
+            return exposed[0], exposed[1]
 
         key = ("gathered", *self._stage_key(stage, layout), layout.sharers, keeps)
         forward, backward = self._once(key, compute)

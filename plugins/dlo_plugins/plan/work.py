@@ -52,10 +52,10 @@ class DividedAmount(NamedTuple):
     @classmethod
     def sum(cls, sizes: Iterable[tuple[float, bool]]) -> DividedAmount:
         """Returns the sum of some bytes, each with whether tensor parallelism divides them."""
-        found = [0.0, 0.0]
+        totals = [0.0, 0.0]
         for size, is_inside in sizes:
-            found[not is_inside] += size
-        return cls(*found)
+            totals[not is_inside] += size
+        return cls(*totals)
 
     def on(self, fraction: RankFraction) -> float:
         """Returns a rank's bytes."""
@@ -128,10 +128,10 @@ class Product:
 
     def on(self, fraction: RankFraction) -> Product:
         """Returns a rank's product; under `ep` it has fewer experts, and each has the tokens of more ranks."""
-        found = self._scaled(self.tokens, fraction.tokens)
+        product = self._scaled(self.tokens, fraction.tokens)
         if self.is_grouped and fraction.ep > 1:
-            found = found._scaled("batch", 1 / fraction.ep)._scaled(self.tokens, fraction.ep)
-        return found._scaled(self.divided, 1 / fraction.tp) if self.divided else found
+            product = product._scaled("batch", 1 / fraction.ep)._scaled(self.tokens, fraction.ep)
+        return product._scaled(self.divided, 1 / fraction.tp) if self.divided else product
 
     def _scaled(self, dim: Dim, factor: float) -> Product:
         if not dim:
