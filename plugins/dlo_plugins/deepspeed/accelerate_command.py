@@ -161,14 +161,14 @@ def _precision(content: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _callbacks(content: Mapping[str, Any], notes: list[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    callbacks: list[dict[str, Any]] = []
     if content.get("mixed_precision") == "fp8":
-        found.append({"class_path": "LowPrecision", "init_args": {"scheme": "fp8"}})
+        callbacks.append({"class_path": "LowPrecision", "init_args": {"scheme": "fp8"}})
     dynamo = _without_prefix(content.get("dynamo_config"), "dynamo_")
     if str(dynamo.get("backend", "no")).lower() not in ("no", "false"):
-        found.append({"class_path": "Compile"})
+        callbacks.append({"class_path": "Compile"})
         notes.append(f"dynamo_config is Compile's own choice here: it was {dynamo}; see `dlo plugins show Compile`.")
-    return found
+    return callbacks
 
 
 def _strategy(content: Mapping[str, Any], notes: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -212,27 +212,27 @@ def _mesh(content: Mapping[str, Any]) -> dict[str, int]:
 def _fsdp(content: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Returns FSDPStrategy's options; `copies` if nothing is sharded."""
     options = _without_prefix(content.get("fsdp_config"), "fsdp_")
-    found: dict[str, Any] = {}
+    init_args: dict[str, Any] = {}
     sharding = options.pop("sharding_strategy", "FULL_SHARD")
     name = _SHARDING[int(sharding) - 1] if str(sharding).isdigit() else str(sharding)
     if name not in _SHARDING:
         raise DloError(f"fsdp_sharding_strategy must be one of {', '.join(_SHARDING)}, got {sharding}; choose one")
     if name == "NO_SHARD":
-        found["copies"] = True
+        init_args["copies"] = True
     if name.startswith("HYBRID"):
-        found |= {"replicate": -1, "shard": "node"}
+        init_args |= {"replicate": -1, "shard": "node"}
     reshard = options.pop("reshard_after_forward", None)
     if str(reshard).upper() in _SHARDING:  # FSDP 1 has its strategy under this key too.
         reshard = str(reshard).upper() in ("FULL_SHARD", "HYBRID_SHARD")
     if reshard is False or name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-        found["reshard_after_forward"] = False
+        init_args["reshard_after_forward"] = False
     for key, ours in (("offload_params", "offload"), ("activation_checkpointing", "recompute")):
         if options.pop(key, False):
-            found[ours] = True
+            init_args[ours] = True
     if options.pop("forward_prefetch", False):
-        found["forward_prefetch"] = 1
+        init_args["forward_prefetch"] = 1
     _note_options(options, _FSDP_WITHOUT_EFFECT, "fsdp_config", "fsdp_", notes)
-    return found
+    return init_args
 
 
 def _deepspeed(content: Mapping[str, Any], notes: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -241,14 +241,14 @@ def _deepspeed(content: Mapping[str, Any], notes: list[str]) -> tuple[Any, dict[
     if file not in (None, "none"):
         _note_options(options, _DEEPSPEED_WITHOUT_EFFECT, "deepspeed_config", "", notes)
         return {"class_path": "DeepSpeedBridge", "init_args": {"config": str(file)}}, {}
-    found: dict[str, Any] = {"stage": int(options.pop("zero_stage", 2))}
+    init_args: dict[str, Any] = {"stage": int(options.pop("zero_stage", 2))}
     for part, ours in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
         device = options.pop(f"offload_{part}_device", None)
         if device not in (None, "none", False):
-            found[ours] = device
+            init_args[ours] = device
         path = options.pop(f"offload_{part}_nvme_path", None)
         if path not in (None, "none") and device == "nvme":
-            found["nvme_path"] = path
+            init_args["nvme_path"] = path
     extra = {}
     for key, ours in (
         ("gradient_accumulation_steps", "accumulate_grad_batches"),
@@ -258,7 +258,7 @@ def _deepspeed(content: Mapping[str, Any], notes: list[str]) -> tuple[Any, dict[
         if value not in (None, "auto", "none"):
             extra[ours] = value
     _note_options(options, _DEEPSPEED_WITHOUT_EFFECT, "deepspeed_config", "", notes)
-    return {"class_path": "DeepSpeedBridge", "init_args": found}, extra
+    return {"class_path": "DeepSpeedBridge", "init_args": init_args}, extra
 
 
 def _note_options(

@@ -41,29 +41,29 @@ def main(argv: list[str]) -> int:
 
         print(to_yaml(words[0], options.ranks), end="")
         return 0
-    found = scan(["fit", *words])
-    if not found.configs:
+    config_scan = scan(["fit", *words])
+    if not config_scan.configs:
         got = " ".join(files) or "neither"
         raise DloError(
             "deepspeed-config: the input must be a config (--config x.yaml), to print its JSON, or one JSON file"
             f" (ds.json), to print its config; got {got}"
         )
-    for path, content in found.configs.items():
+    for path, content in config_scan.configs.items():
         if "zero_optimization" in content:
             raise DloError(
                 f"deepspeed-config: --config must be a config, got the DeepSpeed JSON {path}; to print its config, run"
                 f" `dlo deepspeed-config {path}`"
             )
-    print(_to_json(found, options.ranks))
+    print(_to_json(config_scan, options.ranks))
     return 0
 
 
-def _to_json(found: ConfigScan, ranks: int | None) -> str:
-    with prepared_process(found):
+def _to_json(config_scan: ConfigScan, ranks: int | None) -> str:
+    with prepared_process(config_scan):
         from dlo_plugins.deepspeed.translation import to_json
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
 
-        run = SimulatedRun(found, ranks, "dlo deepspeed-config")
+        run = SimulatedRun(config_scan, ranks, "dlo deepspeed-config")
     text = to_json(run.trainer, run.trainer_options, run.datamodule)
     if json.loads(text)["train_batch_size"] == "auto":
         print(

@@ -209,16 +209,16 @@ def to_values(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
             values[path] = (name, inner)
     folder = options.get("nvme_path")
     if folder is not None:
-        found = {}
+        nvme_values = {}
         for section in OFFLOADED.values():
             if values.get(f"{section}.device", ("", get(config, f"{section}.device")))[1] == "nvme":
-                found[f"{section}.nvme_path"] = ("nvme_path", str(folder))
-        if not found:
+                nvme_values[f"{section}.nvme_path"] = ("nvme_path", str(folder))
+        if not nvme_values:
             raise DloError(
                 f"nvme_path must be unset without offload to NVMe, got {folder}; leave it out, or set"
                 " offload_optimizer: nvme or offload_parameters: nvme"
             )
-        values |= found
+        values |= nvme_values
     return values
 
 

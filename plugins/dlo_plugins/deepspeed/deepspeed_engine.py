@@ -436,15 +436,15 @@ def frozen_config(config: dict[str, Any], dtype: torch.dtype | None, offload: bo
         dtype: Dtype of the frozen model's parameters; None for the run's precision.
         offload: Whether partitions are in CPU memory; they are too where those of the run's model are.
     """
-    found = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
-    zero = {key: value for key, value in found["zero_optimization"].items() if key != "offload_optimizer"}
+    frozen = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    zero = {key: value for key, value in frozen["zero_optimization"].items() if key != "offload_optimizer"}
     if offload:
         zero.setdefault("offload_param", {"device": "cpu"})
     if dtype is not None:
-        found = {key: value for key, value in found.items() if key not in ("fp16", "bf16")}
+        frozen = {key: value for key, value in frozen.items() if key not in ("fp16", "bf16")}
         if dtype in _SECTIONS:
-            found[_SECTIONS[dtype]] = {"enabled": True}
-    return {**found, "zero_optimization": zero}
+            frozen[_SECTIONS[dtype]] = {"enabled": True}
+    return {**frozen, "zero_optimization": zero}
 
 
 class FrozenDeepSpeed(PlacedModel):
@@ -472,9 +472,9 @@ class FrozenDeepSpeed(PlacedModel):
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch, without a graph."""
         with torch.no_grad():
-            found = self._call_in_autocast(self.engine.deepspeed, self.task, "_outputs", batch)
+            outputs = self._call_in_autocast(self.engine.deepspeed, self.task, "_outputs", batch)
         self.engine.gather_persistent()
-        return found
+        return outputs
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

@@ -124,7 +124,7 @@ def _find_tagged_folder(source: Path) -> Path:
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     """Returns the files of all ranks, by rank."""
-    found: dict[int, Path] = {}
+    by_rank: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
         if match is None:
@@ -134,13 +134,13 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
                 f"{folder} must hold the full model, got a part that tensor or pipeline parallelism has split"
                 f" ({path.name}); save the full model in the program that split it"
             )
-        found[int(match["rank"] or 0)] = path
-    missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
+        by_rank[int(match["rank"] or 0)] = path
+    missing = sorted(set(range(max(by_rank, default=-1) + 1)) - by_rank.keys())
     if missing:
         raise DloError(
-            f"{folder} has no file of rank {missing[0]} beside {next(iter(found.values())).name}; copy it there"
+            f"{folder} has no file of rank {missing[0]} beside {next(iter(by_rank.values())).name}; copy it there"
         )
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -174,13 +174,13 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _frozen(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Returns stage 3's frozen parameters, concatenated from all ranks' segments."""
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, shape in dict(states[0].get("frozen_param_shapes") or {}).items():
         parts = [dict(state.get("frozen_param_fragments") or {}).get(name) for state in states]
         held = [part.view(-1) for part in parts if part is not None]
         if held and held[0].numel() < math.prod(shape):
-            found[name] = torch.cat(held)[: math.prod(shape)].view(tuple(shape)).clone()
-    return found
+            parameters[name] = torch.cat(held)[: math.prod(shape)].view(tuple(shape)).clone()
+    return parameters
 
 
 def _full_optimizer(state: Mapping[str, Any]) -> dict[str, Any] | None:

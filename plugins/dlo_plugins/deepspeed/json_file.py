@@ -119,8 +119,8 @@ def _suggest_file(path: Path) -> str:
     """Returns the end of a message: the file of the same folder with the nearest name."""
     if not path.parent.is_dir():
         return f"; neither is its folder {path.parent}"
-    found = [file.name for file in path.parent.iterdir() if file.suffix in (".json", ".hjson")]
-    return did_you_mean(path.name, found) or f" in {path.parent.resolve()}"
+    names = [file.name for file in path.parent.iterdir() if file.suffix in (".json", ".hjson")]
+    return did_you_mean(path.name, names) or f" in {path.parent.resolve()}"
 
 
 def parse_json(text: str, source: str) -> Any:
@@ -136,9 +136,9 @@ def parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: _without_repetition(pairs, source))
     except json.JSONDecodeError as error:
-        found = _parse_hjson(text, source)
-        if found is not None:
-            return found
+        content = _parse_hjson(text, source)
+        if content is not None:
+            return content
         line = [*text.splitlines(), ""][error.lineno - 1]
         shown = f" at {line.strip()[:60]!r}" if line.strip() else ""
         raise DloError(f"{source}: line {error.lineno}, column {error.colno}: {error.msg}{shown}") from error
@@ -403,7 +403,7 @@ def _model_in(annotation: Any) -> Any:
     """Returns the pydantic model in a field's type, such as ``Optional[X]``; None if there is none."""
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         return annotation
-    return next((found for inner in typing.get_args(annotation) if (found := _model_in(inner)) is not None), None)
+    return next((model for inner in typing.get_args(annotation) if (model := _model_in(inner)) is not None), None)
 
 
 def _is_mapping(annotation: Any) -> bool:

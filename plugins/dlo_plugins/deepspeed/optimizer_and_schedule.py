@@ -149,8 +149,8 @@ def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> ty
     if kind == "lion":
         import timm.optim
 
-        found: type[torch.optim.Optimizer] = timm.optim.Lion
-        return found
+        lion: type[torch.optim.Optimizer] = timm.optim.Lion
+        return lion
     known = _torch_classes()
     if kind not in known:
         names = sorted({"AdamW", "Adam", "Lamb", "Lion", *(cls.__name__ for cls in known.values())})
@@ -165,10 +165,10 @@ def _is_coupled(name: str, given: Mapping[str, Any]) -> bool:
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
     """Returns torch's optimizers by lower-case name: DeepSpeed looks up names there that it does not know."""
-    found = {name: value for name, value in vars(torch.optim).items() if isinstance(value, type)}
+    classes = {name: value for name, value in vars(torch.optim).items() if isinstance(value, type)}
     # LBFGS needs a closure, SparseAdam sparse gradients, Muon matrices.
     left_out = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
-    return {name.lower(): value for name, value in found.items() if name not in left_out}
+    return {name.lower(): value for name, value in classes.items() if name not in left_out}
 
 
 def _check_arguments(cls: type, arguments: Mapping[str, Any], others: list[str], name: str, source: str) -> None:
@@ -284,13 +284,13 @@ def compute_lengths(config: Mapping[str, Any], module: LightningModule, trainer:
         module: Task whose `warmup_steps` or `warmup_epochs` give the length of its own warm-up.
         trainer: Trainer of the run.
     """
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     if get(config, "scheduler.params.total_num_steps") == "auto":
         steps = trainer.estimated_stepping_batches
-        found |= {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
+        lengths |= {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
     if get(config, "scheduler.params.warmup_num_steps") == "auto":
-        found["warmup_steps"] = _own_warmup(module, trainer)
-    return found
+        lengths["warmup_steps"] = _own_warmup(module, trainer)
+    return lengths
 
 
 def _own_warmup(module: LightningModule, trainer: Trainer) -> int:
@@ -353,8 +353,8 @@ def build_scheduler(
             )
     if name in CURVES:
         return DeepSpeedSchedule(optimizer, name, arguments)
-    found: LRScheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
-    return found
+    scheduler: LRScheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
+    return scheduler
 
 
 def _arguments(section: Any, source: str) -> tuple[str, dict[str, Any]]:

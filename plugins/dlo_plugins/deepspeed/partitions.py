@@ -62,12 +62,12 @@ class Stage12Layout:
     @property
     def starts(self) -> list[int]:
         """The offset of each parameter in the buffer, in elements."""
-        found, at = [], 0
+        starts, at = [], 0
         for numel in self.numels:
-            found.append(at)
+            starts.append(at)
             at += numel
             at += -at % self.aligned
-        return found
+        return starts
 
     @property
     def segment(self) -> int:
@@ -101,13 +101,13 @@ class Stage3Layout:
 
     def slices(self, rank: int) -> list[FlatSlice]:
         """Returns the slices of the parameters on a rank, in the order of its flat partition, without the padding."""
-        found, at = [], 0
+        slices, at = [], 0
         for number, (numel, segment) in enumerate(zip(self.numels, self.segments, strict=True)):
             first, last = min(rank * segment, numel), min((rank + 1) * segment, numel)
             if first < last:
-                found.append(FlatSlice(number, first, last - first, at))
+                slices.append(FlatSlice(number, first, last - first, at))
             at += segment
-        return found
+        return slices
 
 
 # --- partitioned parameters -------------------------------------------------------------------------------
@@ -304,10 +304,10 @@ class MasterWeights:
 
     def group_names(self) -> list[list[str]]:
         """Returns the names of all ranks' parameters in each of the optimizer's parameter groups, in its order."""
-        found: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+        names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
         for flat in self.partitions:
-            found[flat.group].extend(flat.shapes)
-        return found
+            names[flat.group].extend(flat.shapes)
+        return names
 
     @property
     def offloaded(self) -> bool:
@@ -482,14 +482,14 @@ class Stage12Weights(MasterWeights):
     """Master weights of stages 1 and 2: this rank's segment of each parameter group's flat buffer."""
 
     def _find(self) -> list[MasterPartition]:
-        zero, found = self.zero, []
+        zero, partitions = self.zero, []
         for number, master in enumerate(zero.single_partition_of_fp32_groups):
             ordered = zero.round_robin_bit16_groups[number]
             aligned = getattr(zero, "parameter_alignment", False)
             unit = 16 // math.gcd(16, ordered[0].element_size()) if aligned else 1
             layout = Stage12Layout(tuple(p.numel() for p in ordered), dist.get_world_size(), unit)
-            found.append(self._partition(master, number, ordered, layout))
-        return found
+            partitions.append(self._partition(master, number, ordered, layout))
+        return partitions
 
     def group_names(self) -> list[list[str]]:
         """Returns the names of all ranks' parameters in each of the optimizer's parameter groups, in its order."""
@@ -564,7 +564,7 @@ class Stage12Weights(MasterWeights):
         compact = getattr(zero.averaged_gradients.get(number), "flat_partition", None)
         if compact is not None:
             return [(name, shard.data) for name, shard in flat.shards(compact).items()]
-        found = []
+        gradients = []
         kept = zero.all_grad_tensors.get(number)
         for place, (name, piece) in enumerate(flat.pieces.items()):
             if zero.cpu_offload:
@@ -574,8 +574,8 @@ class Stage12Weights(MasterWeights):
             else:
                 whole = kept[place] if kept is not None else None
             if whole is not None:
-                found.append((name, whole.view(-1)[piece.start : piece.start + piece.length]))
-        return found
+                gradients.append((name, whole.view(-1)[piece.start : piece.start + piece.length]))
+        return gradients
 
     def zero_grad_shards(self, names: list[str]) -> dict[str, FlatShard]:
         """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
@@ -600,12 +600,12 @@ class Stage3Weights(MasterWeights):
     """Master weights of stage 3: this rank's segments of the parameters of each sub-group."""
 
     def _find(self) -> list[MasterPartition]:
-        zero, found = self.zero, []
+        zero, partitions = self.zero, []
         for number, master in enumerate(() if self.swapped else zero.fp32_partitioned_groups_flat):
             group = zero.fp16_groups[number]
             layout = Stage3Layout(tuple(p.ds_numel for p in group), dist.get_world_size())
-            found.append(self._partition(master, zero.sub_group_to_group_id[number], group, layout))
-        return found
+            partitions.append(self._partition(master, zero.sub_group_to_group_id[number], group, layout))
+        return partitions
 
     @property
     def offloaded(self) -> bool:
@@ -681,12 +681,12 @@ class Stage3Weights(MasterWeights):
 
     def grad_shards(self) -> dict[str, FlatShard]:
         """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
-        found: dict[str, FlatShard] = {}
+        shards: dict[str, FlatShard] = {}
         at, buffer = 0, self.zero.grad_partitions_flat_buffer
         for flat in self.partitions:
-            found |= flat.shards(buffer[at : at + flat.tensor.numel()])
+            shards |= flat.shards(buffer[at : at + flat.tensor.numel()])
             at += flat.tensor.numel()
-        return found
+        return shards
 
     def zero_grad_shards(self, names: list[str]) -> dict[str, FlatShard]:
         """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""

@@ -446,12 +446,12 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
     def abilities(self) -> dict[type[Ability], Ability | str]:
         """Returns the abilities: in stage 0 DeepSpeed averages the gradients of all copies itself."""
         waits = "the engine steps copies of its own after backward; use zero1 to zero3"
-        found = super().abilities() | {StepsInBackward: waits, SeparateSteps: SeparateSteps.missing}
+        abilities = super().abilities() | {StepsInBackward: waits, SeparateSteps: SeparateSteps.missing}
         if self.stage:
-            found[Replicas] = Replicas.one_copy
+            abilities[Replicas] = Replicas.one_copy
         if self.stage == 3:
-            found[BlocksInPlace] = f"{BlocksInPlace.missing}, or DeepSpeed's stage 2"
-        return found
+            abilities[BlocksInPlace] = f"{BlocksInPlace.missing}, or DeepSpeed's stage 2"
+        return abilities
 
     def gradient_scale(self) -> float | None:
         """Returns the loss scale, by which DeepSpeed divides in its step; None with the optimizer on NVMe."""
@@ -587,9 +587,10 @@ def _has_schedule(module: Any) -> bool:
     """Returns whether a module configures a learning-rate scheduler, as far as that is known without a run."""
     try:
         twin = module.on_meta() if isinstance(module, Task) else module
-        found = twin.configure_optimizers()
+        configured = twin.configure_optimizers()
     except Exception:  # A user's code may need the trainer; dlo's tasks do for the length of their schedule.
         return ModuleDescription(module).schedule not in ("constant", None)
-    if isinstance(found, dict):
-        return found.get("lr_scheduler") is not None
-    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], list) and bool(found[1])
+    if isinstance(configured, dict):
+        return configured.get("lr_scheduler") is not None
+    schedulers = configured[1] if isinstance(configured, tuple) and len(configured) == 2 else None
+    return isinstance(schedulers, list) and bool(schedulers)

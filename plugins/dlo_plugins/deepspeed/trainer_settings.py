@@ -198,17 +198,17 @@ def get_trainer_options(config: Mapping[str, Any], ranks: int | None = None) -> 
         config: Configuration that ``merge_options`` returned.
         ranks: Number of ranks, from which DeepSpeed derives the accumulation if the JSON has only the two batch sizes.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     section = get_precision_section(config)
     if section is not None:
-        found["precision"] = PRECISIONS[section]
+        options["precision"] = PRECISIONS[section]
     steps = _steps(config, ranks)
     if steps is not None:
-        found["accumulate_grad_batches"] = steps
+        options["accumulate_grad_batches"] = steps
     clipping = config.get(CLIPPING)
     if isinstance(clipping, int | float):
-        found["gradient_clip_val"] = float(clipping)
-    return found
+        options["gradient_clip_val"] = float(clipping)
+    return options
 
 
 def infer_ranks(config: Mapping[str, Any]) -> int | None:
@@ -248,9 +248,9 @@ def get_open_settings(config: Mapping[str, Any], given: Mapping[str, Any], datam
         DloError: If both set different values.
     """
     ranks = count_trainer_ranks(given)
-    found = get_trainer_options(config, ranks)
+    options = get_trainer_options(config, ranks)
     open_ones = {"precision": None, "accumulate_grad_batches": 1, "gradient_clip_val": None}
-    taken = {key: value for key, value in found.items() if given.get(key) == open_ones[key]}
+    taken = {key: value for key, value in options.items() if given.get(key) == open_ones[key]}
     fill_from_trainer(
         config, read_settings({**given, **taken}, ranks or infer_ranks(config) or 1, datamodule if ranks else None)
     )

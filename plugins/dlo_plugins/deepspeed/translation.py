@@ -226,10 +226,10 @@ def task_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizer(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    found = make_optimizer_args(drop_auto(config))
-    if found is None:
+    class_and_args = make_optimizer_args(drop_auto(config))
+    if class_and_args is None:
         return {}, []
-    cls, arguments = found
+    cls, arguments = class_and_args
     open_ones = [key for key, value in (get(config, "optimizer.params") or {}).items() if value == "auto"]
     left_out = (*open_ones, "foreach", "always_adapt")
     arguments = {key: value for key, value in arguments.items() if key not in left_out}
