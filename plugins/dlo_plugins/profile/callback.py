@@ -529,13 +529,13 @@ class _Window:
         """
         events = read_events(self._trace)
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
-        found = analyse(events, rank, platform.node(), device, self.walls)
+        rank_profile = analyse(events, rank, platform.node(), device, self.walls)
         if keep:
             rewrite_trace(self._trace, events)
-            found.trace = self._trace.name
+            rank_profile.trace = self._trace.name
         else:
             self._trace.unlink()
-        return found
+        return rank_profile
 
 
 def _gather(trainer: Trainer, own: RankProfile | None) -> list[RankProfile]:
@@ -543,9 +543,9 @@ def _gather(trainer: Trainer, own: RankProfile | None) -> list[RankProfile]:
     group = control_group(trainer)
     if group is None:
         return [own] if own is not None else []
-    found: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
-    dist.gather_object(own, found, dst=0, group=group)
-    return [each for each in found or [] if each is not None]
+    profiles: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
+    dist.gather_object(own, profiles, dst=0, group=group)
+    return [each for each in profiles or [] if each is not None]
 
 
 def _find(trainer: Trainer, kind: type[Any]) -> Any:

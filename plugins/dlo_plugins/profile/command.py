@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", help="rows of a rank in the table of memory, such as 8,16,32; none leaves it out")
     parser.add_argument("--lengths", help="lengths of sequences in the table of memory, such as 512,1024")
     parser.add_argument("--graph", action="store_true", help="draw the graph of the model's modules (torchview)")
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     check_number("profile: --active", options.active, "at least 1", "set 3")
     least = options.active + 4  # Two of the run's first steps, one to warm up, one that is searched for waits.
     check_number("profile: --steps", options.steps, f"at least {least} to record {options.active}", f"set {least}")
@@ -47,15 +47,15 @@ def main(argv: list[str]) -> int:
     folder: list[Path] = []
 
     def build() -> None:
-        folder.append(_profile(found, options))
+        folder.append(_profile(config_scan, options))
 
-    code = train(found, build)
+    code = train(config_scan, build)
     if code == 0 and folder and runs.is_first_process():
-        _describe_model(found, folder[0], options, batches, lengths)
+        _describe_model(config_scan, folder[0], options, batches, lengths)
     return code
 
 
-def _profile(found: ConfigScan, options: argparse.Namespace) -> Path:
+def _profile(config_scan: ConfigScan, options: argparse.Namespace) -> Path:
     """Profiles the last of some steps of a config's training; returns the run's folder."""
     from dlo_framework.cli.lightning_cli import open_run, train_briefly
     from dlo_plugins.profile.callback import Profile
@@ -63,7 +63,7 @@ def _profile(found: ConfigScan, options: argparse.Namespace) -> Path:
 
     steps, active = options.steps, options.active
     reasons = {"fast_dev_run": f"a profile has {steps} steps", "ckpt_path": "time does not depend on the weights"}
-    cli = open_run(found, "profile", reasons)
+    cli = open_run(config_scan, "profile", reasons)
     callbacks = cli.callbacks()
     given = next((each for each in callbacks if isinstance(each, Profile)), None) or Profile()
     warmup = min(2, steps - active - 3)
@@ -85,16 +85,20 @@ def _profile(found: ConfigScan, options: argparse.Namespace) -> Path:
 
 
 def _describe_model(
-    found: ConfigScan, folder: Path, options: argparse.Namespace, batches: list[int] | None, lengths: list[int] | None
+    config_scan: ConfigScan,
+    folder: Path,
+    options: argparse.Namespace,
+    batches: list[int] | None,
+    lengths: list[int] | None,
 ) -> None:
     """Prints and writes what needs no run: the table of memory, and the graph of the model."""
     if options.batches == "none" and not options.graph:
         return
-    with prepared_process(found):
+    with prepared_process(config_scan):
         from dlo_plugins.parallel.mesh.simulated_run import SimulatedRun
         from dlo_plugins.profile.model_report import draw_model, memory_table
 
-        run = SimulatedRun(found, 1, "dlo profile", unplanned=True)
+        run = SimulatedRun(config_scan, 1, "dlo profile", unplanned=True)
         if options.batches != "none":
             try:
                 table = memory_table(run.user_config, run.model, run.datamodule, batches, lengths)

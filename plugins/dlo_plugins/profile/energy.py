@@ -146,7 +146,7 @@ def find_counters(
         counts_machine: Whether this rank counts what the ranks of its machine share: one rank of each machine does.
         folder: Linux's folder of RAPL's counters.
     """
-    found: list[EnergyCounter] = []
+    counters: list[EnergyCounter] = []
     reasons: list[str] = []
 
     def add(make: Callable[[], EnergyCounter], package: str = "", missing: str = "") -> None:
@@ -154,7 +154,7 @@ def find_counters(
             reasons.append(missing)
             return
         try:
-            found.append(make())
+            counters.append(make())
         except OSError as error:
             named = f"RAPL: {error.strerror} ({error.filename or folder})" if error.strerror else str(error)
             reasons.append(named)
@@ -165,10 +165,10 @@ def find_counters(
         add(lambda: count_nvml(uuid, importlib.import_module("pynvml")), "pynvml", missing)
     if counts_machine:
         add(lambda: count_rapl(folder))
-        if not found:
+        if not counters:
             missing = "codecarbon: not installed; pip install 'dlo_framework[profile]' estimates"
             add(count_codecarbon, "codecarbon", missing)
-    return found, reasons
+    return counters, reasons
 
 
 #: Key of the joules in a checkpoint.
@@ -238,14 +238,14 @@ class Energy(PluginCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sums the energy of all ranks, and closes the counters."""
-        found = run_on_all_ranks(control_group(trainer), self._own)
+        by_rank = run_on_all_ranks(control_group(trainer), self._own)
         self._all = {
-            "joules": sum(each["joules"] for each in found),
-            "sources": sorted({source for each in found for source in each["sources"]}),
-            "covers": sorted({device for each in found for device in each["covers"]}),
-            "estimated": any(each["estimated"] for each in found),
-            "reasons": list(dict.fromkeys(reason for each in found for reason in each["reasons"])),
-            "ranks": len(found),
+            "joules": sum(each["joules"] for each in by_rank),
+            "sources": sorted({source for each in by_rank for source in each["sources"]}),
+            "covers": sorted({device for each in by_rank for device in each["covers"]}),
+            "estimated": any(each["estimated"] for each in by_rank),
+            "reasons": list(dict.fromkeys(reason for each in by_rank for reason in each["reasons"])),
+            "ranks": len(by_rank),
         }
         self._close()
 
@@ -275,10 +275,10 @@ class Energy(PluginCallback):
 
     def summary_facts(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the energy for ``summary.json``; null values where nothing could be read."""
-        found = self._all or {**self._own(), "ranks": 1}
-        if not found["sources"]:
-            return {"energy": {"joules": None, "why": "; ".join(found["reasons"]) or "training has not started"}}
-        joules = found["joules"] + self._before
+        energy = self._all or {**self._own(), "ranks": 1}
+        if not energy["sources"]:
+            return {"energy": {"joules": None, "why": "; ".join(energy["reasons"]) or "training has not started"}}
+        joules = energy["joules"] + self._before
         monitors = (c for c in trainer.callbacks if isinstance(c, RunMonitor))  # type: ignore[attr-defined]
         samples = next((monitor.totals()[0] for monitor in monitors), 0)
         kwh = joules / JOULES_PER_KWH
@@ -290,10 +290,10 @@ class Energy(PluginCallback):
                 "kwh": kwh,
                 "co2_grams": grams,
                 "grams_per_kwh": self.grams_per_kwh,
-                "sources": found["sources"],
-                "covers": found["covers"],
-                "estimated": found["estimated"],
-                "ranks": found["ranks"],
-                "not_read": found["reasons"],
+                "sources": energy["sources"],
+                "covers": energy["covers"],
+                "estimated": energy["estimated"],
+                "ranks": energy["ranks"],
+                "not_read": energy["reasons"],
             }
         }

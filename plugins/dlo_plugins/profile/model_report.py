@@ -56,11 +56,11 @@ class MemoryTable:
 
     def text(self) -> str:
         """Returns the table."""
-        rows = [(length, batch, found) for length, own in self.memory.items() for batch, found in own.items()]
-        used = [part for part in _PARTS if any(getattr(found, part) for *_, found in rows)]
+        rows = [(length, batch, memory) for length, own in self.memory.items() for batch, memory in own.items()]
+        used = [part for part in _PARTS if any(getattr(memory, part) for *_, memory in rows)]
         cells = [["rows", "length", *used, "sum"]]
-        for length, batch, found in rows:
-            sizes = (*(getattr(found, part) for part in used), found.total)
+        for length, batch, memory in rows:
+            sizes = (*(getattr(memory, part) for part in used), memory.total)
             cells.append([str(batch), str(length or "-"), *map(format_bytes, sizes)])
         title = f"memory of a rank over batch and length, predicted for {self.model} on {self.device}: {self.layout}"
         return "\n".join([title, *format_table(cells, left=0)])
@@ -68,9 +68,9 @@ class MemoryTable:
     def write(self, folder: Path) -> None:
         """Writes the table as `memory_table.json`, and plots it as `memory_table.png`."""
         rows = [
-            {"batch": batch, "length": length, **asdict(found)}
+            {"batch": batch, "length": length, **asdict(memory)}
             for length, own in self.memory.items()
-            for batch, found in own.items()
+            for batch, memory in own.items()
         ]
         content = {"model": self.model, "layout": str(self.layout), "device": self.device, "rows": rows}
         write_atomic(folder / "memory_table.json", json.dumps(content, indent=1) + "\n")
@@ -87,7 +87,7 @@ class MemoryTable:
         for axes, (length, own) in zip(every, self.memory.items(), strict=True):
             names, bottom = [str(batch) for batch in own], [0.0] * len(own)
             for part in _PARTS:
-                sizes = [getattr(found, part) / 1e9 for found in own.values()]
+                sizes = [getattr(memory, part) / 1e9 for memory in own.values()]
                 if max(sizes) > 0:
                     axes.bar(names, sizes, bottom=bottom, label=part)
                     bottom = [at + size for at, size in zip(bottom, sizes, strict=True)]
@@ -131,13 +131,13 @@ def memory_table(
     wanted: Sequence[int | None] = [None]
     if own is not None:
         wanted = lengths or sorted({max(1, own // 2), own, 2 * own})
-    name, found = "", {}
+    name, by_length = "", {}
     for length in wanted:
         given = batch if length is None else _of_length(batch, length)
         profile = profile_formats(task, given, plan, state, machine.device)
         name, memory = profile.model, MemoryModel(TimeModel(profile, machine, state))
-        found[length] = {size: memory.largest(replace(layout, micro_batch=size)) for size in batches}
-    return MemoryTable(name, layout, device, found)
+        by_length[length] = {size: memory.largest(replace(layout, micro_batch=size)) for size in batches}
+    return MemoryTable(name, layout, device, by_length)
 
 
 def _of_length(batch: Any, length: int) -> Any:
@@ -228,5 +228,5 @@ class _Positional(torch.nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Calls the model."""
         count = len(inputs) - len(self._names)
-        found = self.model(*inputs[:count], **dict(zip(self._names, inputs[count:], strict=True)))
-        return list(found.values()) if isinstance(found, dict) else found
+        outputs = self.model(*inputs[:count], **dict(zip(self._names, inputs[count:], strict=True)))
+        return list(outputs.values()) if isinstance(outputs, dict) else outputs

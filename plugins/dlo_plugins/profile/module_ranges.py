@@ -31,7 +31,7 @@ def profiled_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     A hook inside a compiled module would be compiled with it, or make it compile again; so the compiled module and its
     submodules get none, and their time belongs to the module around them.
     """
-    found: list[tuple[str, nn.Module]] = []
+    profiled: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
     for name, part in module.named_modules():
         if any(name.startswith(f"{outer}.") for outer in compiled):
@@ -39,8 +39,8 @@ def profiled_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
             compiled.append(name)
         elif name and not isinstance(part, torch.jit.ScriptModule | nn.ModuleList | nn.ModuleDict):
-            found.append((name, part))
-    return found
+            profiled.append((name, part))
+    return profiled
 
 
 class ModuleRanges:

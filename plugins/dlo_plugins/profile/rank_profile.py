@@ -62,8 +62,8 @@ def read_peaks(machine: str) -> MachinePeaks:
     Raises:
         DloError: The machine is unknown, or its file is invalid.
     """
-    found = load_machine(machine)
-    return MachinePeaks(dict(found.peak), found.bandwidth, f"machine {found.name}")
+    spec = load_machine(machine)
+    return MachinePeaks(dict(spec.peak), spec.bandwidth, f"machine {spec.name}")
 
 
 def measure_peaks(device: torch.device, dtypes: Sequence[str]) -> MachinePeaks:
@@ -73,9 +73,9 @@ def measure_peaks(device: torch.device, dtypes: Sequence[str]) -> MachinePeaks:
         device: Device.
         dtypes: Names of the dtypes of products.
     """
-    found = {name: measure_rank(0, 1, device.type, name) for name in dtypes}
-    flops = {name: one.peak for name, one in found.items()}
-    bandwidth = max(one.bandwidth for one in found.values())
+    by_dtype = {name: measure_rank(0, 1, device.type, name) for name in dtypes}
+    flops = {name: one.peak for name, one in by_dtype.items()}
+    bandwidth = max(one.bandwidth for one in by_dtype.values())
     return MachinePeaks(flops, bandwidth, "measured: the fastest of two products, a copy of a large tensor")
 
 
@@ -155,7 +155,7 @@ def memory_timeline(trace: Trace, phases: Phases, frames: HostFrames) -> MemoryT
     if not trace.allocations or not phases.steps:
         return None
     on_device = any(each.on_device for each in trace.allocations)
-    found = MemoryTimeline(on_device=on_device)
+    timeline = MemoryTimeline(on_device=on_device)
     first, last = phases.steps[0][1][0].start, phases.steps[-1][1][-1].end
     live: dict[int, tuple[int, str, str]] = {}
     total, best = 0, dict(live)
@@ -163,19 +163,19 @@ def memory_timeline(trace: Trace, phases: Phases, frames: HostFrames) -> MemoryT
         if each.on_device != on_device or not first <= each.time <= last:
             continue
         total += each.bytes
-        found.points.append((each.time, total))
+        timeline.points.append((each.time, total))
         if each.bytes < 0:
             live.pop(each.address, None)
             continue
         phase = phases.at(each.time)
         frame = frames.at(each.thread, each.time)
         live[each.address] = (each.bytes, (frame.module if frame else "") or OUTSIDE[phase], phase)
-        if total > found.peak:
-            found.peak, found.time, found.phase, best = total, each.time, phase, dict(live)
+        if total > timeline.peak:
+            timeline.peak, timeline.time, timeline.phase, best = total, each.time, phase, dict(live)
     for size, module, phase in best.values():
-        found.at_peak[module] = found.at_peak.get(module, 0) + size
-        found.by_phase[phase] = found.by_phase.get(phase, 0) + size
-    return found
+        timeline.at_peak[module] = timeline.at_peak.get(module, 0) + size
+        timeline.by_phase[phase] = timeline.by_phase.get(phase, 0) + size
+    return timeline
 
 
 #: Points of a memory timeline that are kept.
@@ -271,15 +271,15 @@ def group_modules(modules: dict[str, ModuleTime], depth: int = 4) -> dict[str, M
         modules: Times by module.
         depth: Number of components of a group's name.
     """
-    found: dict[str, ModuleTime] = {}
+    groups: dict[str, ModuleTime] = {}
     for name, own in modules.items():
-        group = found.setdefault(group_name(name, depth), ModuleTime())
+        group = groups.setdefault(group_name(name, depth), ModuleTime())
         group.forward += own.forward
         group.backward += own.backward
         group.include(own)
         for kind, seconds in own.kinds.items():
             group.kinds[kind] = group.kinds.get(kind, 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+    return dict(sorted(groups.items(), key=lambda item: -item[1].seconds))
 
 
 def analyse(events: list[dict[str, Any]], rank: int, host: str, device: str, walls: list[float]) -> RankProfile:
@@ -316,16 +316,16 @@ _WAITING = re.compile(r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cuda|hip)M
 
 def _synchronisations(trace: Trace, frames: HostFrames, steps: int) -> dict[str, tuple[int, float]]:
     """Returns calls and seconds of a step in the runtime's waits, by call and by the module or phase that made it."""
-    found: dict[str, tuple[int, float]] = {}
+    waits: dict[str, tuple[int, float]] = {}
     for thread, spans in trace.threads.items():
         for span in spans:
             if not _WAITING.match(span.name):
                 continue
             frame = frames.at(thread, span.start)
             name = f"{span.name} in {frame.module if frame is not None and frame.module else 'the step'}"
-            count, seconds = found.get(name, (0, 0.0))
-            found[name] = count + 1, seconds + (span.end - span.start) / steps
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+            count, seconds = waits.get(name, (0, 0.0))
+            waits[name] = count + 1, seconds + (span.end - span.start) / steps
+    return dict(sorted(waits.items(), key=lambda item: -item[1][1]))
 
 
 def _backward_events(trace: Trace, frames: HostFrames, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -334,7 +334,7 @@ def _backward_events(trace: Trace, frames: HostFrames, events: list[dict[str, An
         (float(event["ts"]) for event in events if "ts" in event and event.get("ph") in ("X", "i")), default=0.0
     )
     process = next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
-    found: list[dict[str, Any]] = []
+    ranges: list[dict[str, Any]] = []
     for segments in frames.segments.values():
         last: dict[str, Any] | None = None
         for start, end, frame in segments:
@@ -347,11 +347,11 @@ def _backward_events(trace: Trace, frames: HostFrames, events: list[dict[str, An
             if module:
                 last = {"ph": "X", "cat": "module_backward", "name": module, "pid": process, "tid": _BACKWARD_THREAD,
                         "ts": begin, "dur": (end - start) * 1e6}  # fmt: skip
-                found.append(last)
-    if found:
-        found.append({"ph": "M", "name": "thread_name", "pid": process, "tid": _BACKWARD_THREAD, "ts": 0,
+                ranges.append(last)
+    if ranges:
+        ranges.append({"ph": "M", "name": "thread_name", "pid": process, "tid": _BACKWARD_THREAD, "ts": 0,
                       "args": {"name": "backward, by module"}})  # fmt: skip
-    return found
+    return ranges
 
 
 def rewrite_trace(path: Path, events: list[dict[str, Any]]) -> None:
@@ -451,7 +451,7 @@ def find_straggler(ranks: Mapping[int, Sequence[StepTime]]) -> StragglerReport:
     leads = sum(
         max((ranks[each.rank][step].own, each.rank) for each in summaries)[1] == slowest.rank for step in range(count)
     )
-    found: int | None = slowest.rank
+    straggler: int | None = slowest.rank
     if excess > SLOW * wall and leads >= LEADS * count:
         cause = max(by_cause, key=lambda name: by_cause[name])
         text = (
@@ -459,18 +459,18 @@ def find_straggler(ranks: Mapping[int, Sequence[StepTime]]) -> StragglerReport:
             f" ({_ms(getattr(slowest, cause))}, the others' median is {_ms(getattr(slowest, cause) - by_cause[cause])})"
         )
     elif transfer > LINKS * wall:
-        found, cause = None, "links"
+        straggler, cause = None, "links"
         text = (
             f"the links: every rank waits at least {_ms(transfer)} of a step of {_ms(wall)} for collectives, and none"
             f" arrives late"
         )
     else:
-        found, cause = None, ""
+        straggler, cause = None, ""
         text = f"no rank stands out: their own times differ by {_ms(excess)} of a step of {_ms(wall)}"
     everyone = min(rank.data for rank in summaries)
     if cause != "data" and everyone > SLOW * wall:
         text += f"; every rank waits at least {_ms(everyone)} for its data loader"
-    return StragglerReport(summaries, found, cause, excess, by_cause, transfer, (leads, count), text)
+    return StragglerReport(summaries, straggler, cause, excess, by_cause, transfer, (leads, count), text)
 
 
 _WORDS = {

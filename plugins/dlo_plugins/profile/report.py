@@ -71,19 +71,19 @@ class ProfileReport:
         }
 
     def _rank(self, profile: RankProfile) -> dict[str, Any]:
-        found = profile.breakdown
+        breakdown = profile.breakdown
         return {
             "rank": profile.rank,
             "host": profile.host,
             "device": profile.device,
             "step_seconds": profile.measured,
             "explained": profile.explained,
-            "kinds": {kind: found.kind(kind) for kind in KINDS},
-            HIDDEN: found.hidden,
-            "steps": [{"number": s.number, "seconds": s.wall, "kinds": s.kinds} for s in found.steps],
+            "kinds": {kind: breakdown.kind(kind) for kind in KINDS},
+            HIDDEN: breakdown.hidden,
+            "steps": [{"number": s.number, "seconds": s.wall, "kinds": s.kinds} for s in breakdown.steps],
             "modules": {
-                name: {"forward": m.forward / len(found.steps), "backward": m.backward / len(found.steps)}
-                for name, m in found.modules.items()
+                name: {"forward": m.forward / len(breakdown.steps), "backward": m.backward / len(breakdown.steps)}
+                for name, m in breakdown.modules.items()
             },
             "roofline": {
                 "kinds": [asdict(point) for point in profile.kind_points(self.peaks).values()],
@@ -185,17 +185,17 @@ class ProfileReport:
         return lines
 
     def _rank_lines(self) -> list[str]:
-        found = self.stragglers
-        if len(found.ranks) < 2:
+        stragglers = self.stragglers
+        if len(stragglers.ranks) < 2:
             return []
         lines = [f"{'rank':<6}{'step':>9}{'own':>9}{'compute':>9}{'data':>9}{'host':>9}{'waits':>9}  ms"]
-        shown = sorted(found.ranks, key=lambda rank: -rank.own)
+        shown = sorted(stragglers.ranks, key=lambda rank: -rank.own)
         for rank in shown[:8]:
             values = (rank.wall, rank.own, rank.compute, rank.data, rank.host, rank.wait)
             lines.append(f"{rank.rank:<6}" + "".join(f"{value * 1e3:>9.2f}" for value in values))
         if shown[8:]:
             lines.append(f"and {len(shown) - 8} ranks with less time of their own")
-        lines.append(found.text)
+        lines.append(stragglers.text)
         return lines
 
     # --- plots -------------------------------------------------------------------------------------------------
@@ -303,9 +303,9 @@ def _plain(axes: Axes) -> None:
     axes.tick_params(labelsize=7)
 
 
-def _grouped_bytes(found: dict[str, int]) -> dict[str, int]:
+def _grouped_bytes(sizes: dict[str, int]) -> dict[str, int]:
     groups: dict[str, int] = {}
-    for name, size in found.items():
+    for name, size in sizes.items():
         groups[group_name(name)] = groups.get(group_name(name), 0) + size
     return dict(sorted(groups.items(), key=lambda item: -item[1]))
 

@@ -361,14 +361,14 @@ class Phases:
         """Returns the changes at the ends of the optimizers' steps."""
         ends = sorted(s.end for s in trace.threads.get(trace.main, []) if s.name.startswith(_STEP_OF_OPTIMIZER))
         times = sorted(time for time, _ in changes)
-        found = []
+        at_ends = []
         for time in (time for time, name in changes if name == "optimizer"):
             after = times[bisect.bisect_right(times, time) :]
             limit = after[0] if after else float("inf")
             inside = [end for end in ends if time < end <= limit]
             if inside:
-                found.append((inside[-1], "between"))
-        return found
+                at_ends.append((inside[-1], "between"))
+        return at_ends
 
     def at(self, time: float) -> str:
         """Returns the phase at a time."""
@@ -506,7 +506,7 @@ def break_down(trace: Trace, phases: Phases, frames: HostFrames) -> Breakdown:
         phases: Phases of the trace.
         frames: Operators of the trace.
     """
-    found = Breakdown([], {}, {}, bool(trace.device))
+    breakdown = Breakdown([], {}, {}, bool(trace.device))
     steps = [(number, list(intervals)) for number, intervals in phases.steps]
     if trace.device and steps:  # The last step ends with the last kernel.
         tail = steps[-1][1][-1]
@@ -517,15 +517,15 @@ def break_down(trace: Trace, phases: Phases, frames: HostFrames) -> Breakdown:
     for number, intervals in steps:
         step = StepTime(number, sum(interval.end - interval.start for interval in intervals), {})
         for interval in intervals:
-            _divide(interval, pieces, phases, step, found.modules)
-        found.steps.append(step)
+            _divide(interval, pieces, phases, step, breakdown.modules)
+        breakdown.steps.append(step)
     for frame in frames.costed:
         phase, at = phases.at(frame.span.start), frame.span.start
         if any(start <= at < end for _, intervals in phases.steps for start, end in intervals):
             assert frame.cost is not None
-            found.work.setdefault(_in_phase(frame.kind or HOST, phase), Work()).include(frame.cost)
-            found.modules.setdefault(frame.module or OUTSIDE[phase], ModuleTime()).include(frame.cost)
-    return found
+            breakdown.work.setdefault(_in_phase(frame.kind or HOST, phase), Work()).include(frame.cost)
+            breakdown.modules.setdefault(frame.module or OUTSIDE[phase], ModuleTime()).include(frame.cost)
+    return breakdown
 
 
 def _divide(
@@ -575,7 +575,7 @@ def _host_pieces(trace: Trace, frames: HostFrames, phases: Phases) -> list[_Piec
         begin, end = (segments[0][0], segments[-1][1]) if segments else (last, last)
         segments = [(min(first, begin), begin, None), *segments, (end, max(last, end), None)]
     ends = sorted((span.end, span.start) for span in trace.in_flight)
-    found = [_Piece(span.start, span.end, EXPOSED, 3) for span in trace.in_flight]
+    pieces = [_Piece(span.start, span.end, EXPOSED, 3) for span in trace.in_flight]
     for start, end, frame in segments:
         parts = [(start, end, (frame.kind if frame is not None else None) or HOST)]
         if parts[0][2] == HOST:
@@ -590,8 +590,8 @@ def _host_pieces(trace: Trace, frames: HostFrames, phases: Phases) -> list[_Piec
             for one, other, phase in phases.split(begun, done):
                 module = (frame.module if frame is not None else "") or OUTSIDE[phase]
                 backward = (frame is not None and frame.backward) or phase == "backward"
-                found.append(_Piece(one, other, _in_phase(kind, phase), 0, module, backward))
-    return sorted(found)
+                pieces.append(_Piece(one, other, _in_phase(kind, phase), 0, module, backward))
+    return sorted(pieces)
 
 
 def _device_piece(span: Span, frames: HostFrames, phases: Phases) -> _Piece:
