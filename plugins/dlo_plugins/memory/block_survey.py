@@ -111,10 +111,10 @@ class BlockRun:
         # Selective checkpoints keep tensors that no hook sees, and so do functions in attributes of their contexts.
         movable = mode == MODES[0] and packed.count(log, start, outputs) >= _MOVABLE_SHARE * (saved - output)
         gradients = [torch.zeros_like(tensor) for tensor in outputs]
-        found = self.backward(inputs, outputs, gradients)
-        own = log.numbers(gradient for gradient in found[len(inputs) :] if gradient is not None)
+        source_grads = self.backward(inputs, outputs, gradients)
+        own = log.numbers(gradient for gradient in source_grads[len(inputs) :] if gradient is not None)
         peak = log.usage(start, without=own).peak
-        del found, gradients, inputs, outputs
+        del source_grads, gradients, inputs, outputs
         transient = max(0, kept.peak - saved), max(0, peak - saved - output - self.hidden)
         return Mode(mode, saved, 0.0, 0.0, *transient, movable)
 
@@ -137,8 +137,8 @@ class BlockRun:
         """
         with self._isolated():
             self._seconds(MODES[0])  # The first run allocates, and chooses kernels.
-            found = [[self._seconds(mode) for _ in range(_REPEATS)] for mode in MODES[:modes]]
-        return [(min(forward for forward, _ in runs), min(backward for _, backward in runs)) for runs in found]
+            by_mode = [[self._seconds(mode) for _ in range(_REPEATS)] for mode in MODES[:modes]]
+        return [(min(forward for forward, _ in runs), min(backward for _, backward in runs)) for runs in by_mode]
 
     def _seconds(self, mode: str) -> tuple[float, float]:
         begin = self._now()
@@ -312,9 +312,9 @@ class BlockSurvey:
                     parameters = self.log.numbers(self._parameters())
                     self._input = run.hidden
                     self._stem = max(0, self.log.usage(0, without=parameters).final - run.hidden)
-                found, own = run.count_bytes(self.log), _storages(block.parameters())
+                stage, own = run.count_bytes(self.log), _storages(block.parameters())
                 gathered = sum(size for key, size in own.items() if key not in self._resident)
-                self._bytes[index] = replace(found, gathered=gathered)
+                self._bytes[index] = replace(stage, gathered=gathered)
             elif self.times_blocks and index in self._bytes and index not in self._times:
                 self._gathering[index] = self._now() - self._called
                 self._times[index] = run.measure_seconds(len(self._bytes[index].modes))
@@ -361,8 +361,8 @@ class BlockSurvey:
             # Buffers for gradients of parameters do not count either, such as the buckets of a strategy.
             buffers = self.log.left_by_backward(*self._head) | self.log.numbers(gradients)
             self._head_left = self.log.usage(*self._head, without=buffers).final
-            found = self.log.usage(*self._head, without=buffers - self._head_gradient, releases=True)
-            self._head_bytes = max(0, found.peak - self._head_left)
+            usage = self.log.usage(*self._head, without=buffers - self._head_gradient, releases=True)
+            self._head_bytes = max(0, usage.peak - self._head_left)
         self.log = None
 
     def _now(self) -> float:
@@ -410,20 +410,20 @@ class BlockSurvey:
         for index, block in enumerate(self.blocks):
             shapes = tuple(parameter.shape for parameter in block.parameters())
             groups.setdefault((type(block).__qualname__, shapes, self._bytes[index]), []).append(index)
-        found: dict[int, list[tuple[float, float]]] = {}
+        times: dict[int, list[tuple[float, float]]] = {}
         for members in groups.values():
             waits = statistics.median(self._gathering[n] if self._bytes[n].gathered else 0.0 for n in members)
             of_modes = zip(*(self._times[n] for n in members), strict=True)
             medians = [tuple(map(statistics.median, zip(*runs, strict=True))) for runs in of_modes]
             own = [(forward + waits, backward) for forward, backward in medians]
-            found |= dict.fromkeys(members, own)
-        return found
+            times |= dict.fromkeys(members, own)
+        return times
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns the bytes of tensors' storages by address; those of DTensors, which are shards, are left out."""
-    found = (tensor_storage(tensor) for tensor in tensors)
-    return {storage._cdata: storage.nbytes() for storage in found if storage is not None}
+    storages = (tensor_storage(tensor) for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages if storage is not None}
 
 
 def _has_foreign_hook(block: nn.Module) -> bool:
@@ -514,12 +514,12 @@ class AllocationLog(TorchDispatchMode):
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Returns the numbers of the storages of tensors; those from before the log have none."""
-        found = set()
+        numbers = set()
         for tensor in tensors:
             storage = tensor_storage(tensor)
             if storage is not None and storage._cdata in self._seen:
-                found.add(self._seen[storage._cdata][0])
-        return found - {0}
+                numbers.add(self._seen[storage._cdata][0])
+        return numbers - {0}
 
     def allocated_bytes(
         self, storages: Iterable[torch.UntypedStorage], start: int, without: Collection[int] = ()
@@ -532,8 +532,8 @@ class AllocationLog(TorchDispatchMode):
             without: Numbers of storages that are not counted.
         """
         born = {number for number, size in self._events[start:] if size >= 0} - {*without}
-        found = {s._cdata: s.nbytes() for s in storages if self._seen.get(s._cdata, (0, None))[0] in born}
-        return sum(found.values())
+        sizes = {s._cdata: s.nbytes() for s in storages if self._seen.get(s._cdata, (0, None))[0] in born}
+        return sum(sizes.values())
 
     def left_by_backward(self, start: int, end: int | None = None) -> set[int]:
         """Returns the numbers of the storages that a backward has allocated in a section, and not released in it."""

@@ -205,7 +205,7 @@ class OffloadProgram:
         """Returns the states after a stage that is kept, in each of its modes; the last stage is not offloaded."""
         before = self._all.take(slice(self._starts[stage], self._starts[stage + 1]))
         numbers = np.arange(self._starts[stage], self._starts[stage + 1])
-        found = []
+        new_states = []
         for index, mode in enumerate(self.chain.stages[stage].modes):
             costs = node_costs(self.chain, Keep(stage, index))
             free = self.budget - costs.forward - before.resident
@@ -214,8 +214,8 @@ class OffloadProgram:
             states = _with_nodes(before, numbers, stage, index, 0).take(fits)
             states = self._forward(states, free[fits], mode.forward)
             states = self._backward(states, states.arriving.bytes_until(free_later[fits]), mode.backward)
-            found += self._place(states, costs.bundle, stage, mode.movable)
-        return found
+            new_states += self._place(states, costs.bundle, stage, mode.movable)
+        return new_states
 
     def _regions(self, last: int) -> list[States]:
         """Returns the states after the regions that end with a stage."""
@@ -230,7 +230,7 @@ class OffloadProgram:
         states = _with_nodes(self._all.take(fits), fits, firsts[fits], -1, 0)
         states = self._forward(states, free[fits], seconds[fits])
         firsts, inputs, left, spare = firsts[fits], inputs[fits], left[fits], spare[fits]
-        held, found = states.arriving.held, []
+        held, new_states = states.arriving.held, []
         for copied in range(self.places + 1):  # Number of bundles that the backward waits for.
             use = held[copied] <= spare
             if copied:
@@ -242,8 +242,8 @@ class OffloadProgram:
             slots = np.minimum((left[some] - held[copied, some]) // self.table.slot, self.table.slots).astype(np.int64)
             after.nodes[4] = slots
             after = self._backward(after, waited, self.table.times_at(firsts[some], last, slots))
-            found += self._place(after, inputs[some], last)
-        return found
+            new_states += self._place(after, inputs[some], last)
+        return new_states
 
     def _forward(self, states: States, free: np.ndarray, seconds: Any) -> States:
         """Returns the states after a forward, before which pending bundles are copied until the others fit."""
@@ -352,10 +352,10 @@ def solve_offload(
         charge, nodes = OffloadProgram(chain, budget, link, table, bound, count, places).solve()
         if nodes:
             bound = charge
-            found = predict(chain, nodes, plan_transfers(chain, nodes, budget), link)
+            schedule = predict(chain, nodes, plan_transfers(chain, nodes, budget), link)
             # With parameters that stay gathered, which the program leaves out, the peak may be above the budget.
-            if found.peak <= budget and (best is None or found.time < best.time):
-                best = found
+            if schedule.peak <= budget and (best is None or schedule.time < best.time):
+                best = schedule
     if best is None:
         check_budget(chain, budget)
         return solve(chain, budget, slots)

@@ -111,9 +111,9 @@ def _available_host_memory() -> int:
     """Returns the bytes of the host's memory that programs can still allocate."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        if found:
-            return int(found.group(1)) * 1024
+        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if match:
+            return int(match.group(1)) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -468,11 +468,11 @@ def draw_schedule(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    found = simulate(chain, schedule, link)
+    simulation = simulate(chain, schedule, link)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     scale, rows, kinds = 1e3, len(chain), []
-    for item in found.operations:
+    for item in simulation.operations:
         kind, row = _kind(item.operation.kind, item.operation.run), item.operation.stage
         if item.end <= item.start and kind == "wait":
             continue
@@ -494,11 +494,11 @@ def draw_schedule(
         ncols=4 if not schedule.transfers else 3,
         frameon=False,
     )
-    issued = [item for item in found.operations if item.operation.kind not in _COPIES]
-    edges = [item.start * scale for item in issued] + [found.time * scale]
+    issued = [item for item in simulation.operations if item.operation.kind not in _COPIES]
+    edges = [item.start * scale for item in issued] + [simulation.time * scale]
     lower.stairs([(item.peak + stem) / 1e6 for item in issued], edges, fill=True, color="#9ecae9")
     if schedule.transfers:
-        times, held = _host_bytes(chain, schedule, found)
+        times, held = _host_bytes(chain, schedule, simulation)
         lower.step([each * scale for each in times], [each / 1e6 for each in held], where="post", label="on the host")
     if budget is not None:
         lower.axhline(budget / 1e6, color="#e45756", linestyle="--", label="budget")
@@ -511,10 +511,10 @@ def draw_schedule(
     return figure
 
 
-def _host_bytes(chain: Chain, schedule: Schedule, found: Simulation) -> tuple[list[float], list[int]]:
+def _host_bytes(chain: Chain, schedule: Schedule, simulation: Simulation) -> tuple[list[float], list[int]]:
     """Returns the seconds at which the bytes on the host change, and the bytes from then on."""
     changes = []
-    for item in found.operations:
+    for item in simulation.operations:
         if item.operation.kind in _COPIES:
             bundle = node_costs(chain, schedule.nodes[item.operation.node]).bundle
             is_stored = item.operation.kind is OperationKind.OFFLOAD

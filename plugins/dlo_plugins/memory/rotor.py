@@ -94,8 +94,8 @@ class RotorTable:
                 slots -= self._ceil(self.chain.stages[first].modes[mode].saved)
                 first += 1
                 continue
-            found = self._region_times(first, last)[:, slots]
-            end = first + int(np.argmin(found))
+            times = self._region_times(first, last)[:, slots]
+            end = first + int(np.argmin(times))
             nodes.append(Recompute(first, end, self.nodes(first, end, slots)))
             slots -= self._ceil(self._inputs[end + 1])
             first = end + 1
@@ -143,15 +143,15 @@ class RotorTable:
     def _region_times(self, first: int, last: int) -> np.ndarray:
         """Returns the times of a schedule that begins with a region, [region's last stage - first, slots + 1]."""
         regions, rests = self._rows[first, first:last], self._rows[first + 1 : last + 1, last]
-        found = self._kept[rests]
-        found += self._times[regions]
-        found += (self._forward_sums[first + 1 : last + 1] - self._forward_sums[first])[:, None]
+        times = self._kept[rests]
+        times += self._times[regions]
+        times += (self._forward_sums[first + 1 : last + 1] - self._forward_sums[first])[:, None]
         # The forwards of the region must fit beside the gradient, as what follows them does.
         peaks = np.maximum.accumulate(np.append(self._firsts[first], self._others[first + 1 : last]))
         least = -(-(peaks + self._inputs[last + 1]) // self.slot)
         for index in np.flatnonzero(least > self._least[regions]):
-            found[index, : least[index]] = math.inf
-        return found
+            times[index, : least[index]] = math.inf
+        return times
 
     def _keep_costs(self, first: int, last: int, index: int) -> tuple[int, int, float]:
         """Returns the slots that forward and backward of the first stage need, those that it keeps, and its seconds."""
@@ -340,10 +340,10 @@ def _least_schedule(chain: Chain, budget: int, regions: bool) -> Schedule:
     Raises:
         BudgetTooSmall: It does not fit, with the parameters that stay gathered in its regions.
     """
-    found = predict(chain, LeastMemory(chain, regions).nodes())
-    if found.peak > budget:
-        raise BudgetTooSmall(chain, found.peak, budget, " and parameters that regions keep gathered")
-    return found
+    schedule = predict(chain, LeastMemory(chain, regions).nodes())
+    if schedule.peak > budget:
+        raise BudgetTooSmall(chain, schedule.peak, budget, " and parameters that regions keep gathered")
+    return schedule
 
 
 def check_budget(chain: Chain, budget: int, regions: bool = True) -> None:
@@ -387,13 +387,13 @@ def solve_alone(chain: Chain, budget: int, slots: int = 500) -> Schedule:
         BudgetTooSmall: No schedule fits; the message has the least budget that does.
     """
     stages = [*(_with_recomputation(chain, index) for index in range(len(chain) - 1)), chain.stages[-1]]
-    found = solve(Chain(tuple(stages), chain.input), budget, slots, regions=False)
+    schedule = solve(Chain(tuple(stages), chain.input), budget, slots, regions=False)
     alone = [len(stage.modes) for stage in chain.stages]
     nodes = [
         Recompute(node.first, node.first, (Keep(node.first),))
         if isinstance(node, Keep) and node.mode == alone[node.first]
         else node
-        for node in found.nodes
+        for node in schedule.nodes
     ]
     return predict(chain, nodes)
 

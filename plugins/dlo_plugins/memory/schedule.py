@@ -386,8 +386,8 @@ def predict(
 ) -> Schedule:
     """Returns the schedule that nodes and copies are, with its simulated time and peak."""
     schedule = Schedule(tuple(nodes), transfers=tuple(transfers))
-    found = simulate(chain, schedule, link)
-    return replace(schedule, time=found.time, peak=found.peak, waited=found.waited)
+    simulation = simulate(chain, schedule, link)
+    return replace(schedule, time=simulation.time, peak=simulation.peak, waited=simulation.waited)
 
 
 _Tensor = tuple[str, int]
@@ -588,14 +588,14 @@ def plan_transfers(chain: Chain, nodes: Sequence[Node], budget: int) -> tuple[Tr
 
 def _release(offloaded: Sequence[int], costs: Sequence[NodeCosts], free: Sequence[int]) -> dict[int, int]:
     """Returns the node before whose forward each offloaded node's memory is released: the last before it is needed."""
-    found = dict.fromkeys(offloaded, len(free))
+    releases = dict.fromkeys(offloaded, len(free))
     pending: list[int] = []
     for index, left in enumerate(free):
         while sum(costs[item].bundle for item in pending) > left:
-            found[pending.pop(0)] = index
-        if index in found:
+            releases[pending.pop(0)] = index
+        if index in releases:
             pending.append(index)
-    return found
+    return releases
 
 
 def _prefetch(offloaded: Sequence[int], costs: Sequence[NodeCosts], free: Sequence[int]) -> dict[int, int]:
@@ -603,12 +603,12 @@ def _prefetch(offloaded: Sequence[int], costs: Sequence[NodeCosts], free: Sequen
 
     Copies begin in the order in which they are needed: none before that of a later node.
     """
-    left, found = list(free), {}
+    left, prefetches = list(free), {}
     earliest = len(free) - 1
     for index in reversed(offloaded):
         start = index  # During its own backward, a node's bytes are counted in its costs.
         while start < earliest and left[start + 1] >= costs[index].bundle:
             start += 1
             left[start] -= costs[index].bundle
-        found[index] = earliest = start
-    return found
+        prefetches[index] = earliest = start
+    return prefetches

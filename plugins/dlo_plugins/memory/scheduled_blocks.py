@@ -282,7 +282,7 @@ class _Packer:
         """Returns a handle of a saved tensor, or the tensor if it stays on the device."""
         if self._apart is not _nothing:  # At the first saved tensor, the parameters are gathered.
             known = (tensor_storage(one) for one in self._apart())
-            self.staying.update(found._cdata for found in known if found is not None)
+            self.staying.update(one._cdata for one in known if one is not None)
             self._apart = _nothing
         storage = tensor_storage(tensor) if type(tensor) is Tensor else None
         if storage is None or storage._cdata in self.staying or not storage.nbytes():
