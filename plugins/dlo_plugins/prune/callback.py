@@ -612,12 +612,12 @@ def read_masks(path: str | Path) -> LazyStateDict:
     Raises:
         DloError: If it holds none.
     """
-    found = load(path, level="size").get(PRUNING) or {}
-    if MASKS not in found:
+    pruning = load(path, level="size").get(PRUNING) or {}
+    if MASKS not in pruning:
         raise DloError(
             f"Prune: masks must name a checkpoint of a pruned run, got {path} without masks; train one first"
         )
-    return as_lazy_state_dict(found[MASKS])
+    return as_lazy_state_dict(pruning[MASKS])
 
 
 def kept_fraction(masks: Mapping[str, Tensor]) -> float:

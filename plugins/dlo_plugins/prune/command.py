@@ -31,19 +31,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--channels", help="part of the inner channels of convolutional blocks to remove")
     parser.add_argument("--blocks", help="part of the blocks to remove, or their numbers from 0, such as 3,5")
     parser.add_argument("--output", help="new folder (default: runs/CONFIG/pruned)")
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     if not any((options.heads, options.hidden, options.channels, options.blocks)):
         raise DloError("prune: --heads, --hidden, --channels or --blocks must be set, got none; add --hidden 50%")
-    if not any(word.partition("=")[0] == "--ckpt_path" for word in found.argv):
+    if not any(word.partition("=")[0] == "--ckpt_path" for word in config_scan.argv):
         raise DloError("prune: --ckpt_path must name a checkpoint to prune, got none; add --ckpt_path best")
     amounts = _amounts(options)
-    output = Path(options.output or Path("runs") / Path(next(iter(found.configs))).stem / "pruned")
+    output = Path(options.output or Path("runs") / Path(next(iter(config_scan.configs))).stem / "pruned")
     if output.exists() and any(output.iterdir()):
         raise DloError(f"prune: --output must be a new or empty folder, got {output}; choose another")
-    with prepared_process(found):
+    with prepared_process(config_scan):
         from dlo_plugins.prune.structured import PrunedRun
 
-        run = PrunedRun(found)
+        run = PrunedRun(config_scan)
         print(run.write(amounts, output))
     return 0
 

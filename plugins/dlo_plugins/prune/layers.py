@@ -46,11 +46,11 @@ class NMPattern:
         """
         if text == "none":
             return None
-        found = re.fullmatch(r"(\d+):(\d+)", str(text).strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+):(\d+)", str(text).strip())
+        if match is None:
             # YAML 1.1 reads an unquoted 2:4 as the number 124.
             raise DloError(f"Prune: pattern must be none or n:m in quotes, such as '2:4', got {text!r}; write it so")
-        n, m = int(found[1]), int(found[2])
+        n, m = int(match[1]), int(match[2])
         if not 1 <= n < m:
             raise DloError(f"Prune: pattern n:m must have 1 <= n < m, got {text}; '2:4' keeps two of four")
         return cls(n, m)
@@ -185,15 +185,15 @@ def prunable_layers(module: nn.Module) -> list[PrunableLayer]:
     under every strategy.
     """
     owned = {id(parameter): name for name, parameter in module.named_parameters()}  # The first name of shared ones.
-    found = []
+    layers = []
     for prefix, part in module.named_modules():
         weight = part._parameters.get("weight")
         if weight is None or owned.get(id(weight)) != (f"{prefix}.weight" if prefix else "weight"):
             continue
         dim = _input_dim(part)
         if dim is not None:
-            found.append(PrunableLayer(owned[id(weight)].replace("_orig_mod.", ""), dim))
-    return sorted(found, key=lambda layer: layer.name)
+            layers.append(PrunableLayer(owned[id(weight)].replace("_orig_mod.", ""), dim))
+    return sorted(layers, key=lambda layer: layer.name)
 
 
 def _input_dim(part: nn.Module) -> int | None:

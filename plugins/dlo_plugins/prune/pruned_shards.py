@@ -71,17 +71,17 @@ class PrunedShard:
 
     def views(self, values: Tensor, *, owned: bool = False) -> list[tuple[Box, Tensor]]:
         """Returns the boxes with their elements of a tensor in the local layout; with ``owned``, those counted here."""
-        found = held_boxes(self.make(values))
-        return [pair for pair, own in zip(found, self.owned, strict=True) if own] if owned else found
+        views = held_boxes(self.make(values))
+        return [pair for pair, own in zip(views, self.owned, strict=True) if own] if owned else views
 
     def indices(self, box: Box) -> Tensor:
         """Returns the indices in the model of a box's elements, int64 in its shape."""
-        found, stride = torch.tensor(self.offset), 1
+        indices, stride = torch.tensor(self.offset), 1
         for dim in range(len(self.shape) - 1, -1, -1):
             along = (torch.arange(box.sizes[dim]) + box.offsets[dim]) * stride
-            found = found + along.view(-1, *(1,) * (len(self.shape) - 1 - dim))
+            indices = indices + along.view(-1, *(1,) * (len(self.shape) - 1 - dim))
             stride *= self.shape[dim]
-        return found
+        return indices
 
 
 #: Keys in a checkpoint's ``pruning``.
@@ -270,8 +270,8 @@ class PrunedShards:
             counts = counts.maximum(already if per_layer else already.sum().view(1))
 
         def keys(item: PrunedShard, *, owned: bool) -> list[tuple[Box, Tensor]]:
-            found = order_keys(self._score(item), item.pruned if item.dense is None else None)
-            return item.views(found, owned=owned)
+            ordered_keys = order_keys(self._score(item), item.pruned if item.dense is None else None)
+            return item.views(ordered_keys, owned=owned)
 
         def flat(item: PrunedShard) -> Tensor:
             return _concat([view.flatten() for _, view in keys(item, owned=True)], item)
@@ -324,19 +324,19 @@ class PrunedShards:
 
     def layer_sparsity(self) -> dict[str, float]:
         """Returns the fraction of each weight that is pruned, over all ranks; called on all of them."""
-        found = self.count_pruned().tolist()
-        return {name: count / size for name, size, count in zip(self.names, self.sizes, found, strict=True)}
+        counts = self.count_pruned().tolist()
+        return {name: count / size for name, size, count in zip(self.names, self.sizes, counts, strict=True)}
 
     # --- checkpoints and other layouts ---------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, Shard]]:
         """Returns the masks (true for kept weights), values aside and scores, as shards by name."""
-        found: dict[str, dict[str, Shard]] = {MASKS: {item.name: item.make(~item.pruned) for item in self.items}}
+        shards: dict[str, dict[str, Shard]] = {MASKS: {item.name: item.make(~item.pruned) for item in self.items}}
         for key in (DENSE, SCORES):
             named = {i.name: i.make(getattr(i, key)) for i in self.items if getattr(i, key) is not None}
             if named:
-                found[key] = named
-        return found
+                shards[key] = named
+        return shards
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
@@ -419,10 +419,10 @@ class GroupExchange:
     def __init__(self, items: Sequence[PrunedShard], pattern: NMPattern, gather: Callable[[Any], list[Any]]) -> None:
         self.items, self.pattern = items, pattern
         ids = [(self._ids(item, *part), own) for item, part, own in self._incomplete()]
-        self._mine = np.concatenate([np.zeros(0, np.int64), *(found for found, _ in ids)])
-        self._counted = np.concatenate([np.zeros(0, bool), *(np.full(len(found), own) for found, own in ids)])
+        self._mine = np.concatenate([np.zeros(0, np.int64), *(numbers for numbers, _ in ids)])
+        self._counted = np.concatenate([np.zeros(0, bool), *(np.full(len(numbers), own) for numbers, own in ids)])
         everyone = gather(self._mine[self._counted])
-        self._lengths = [len(found) for found in everyone]
+        self._lengths = [len(numbers) for numbers in everyone]
         merged = np.concatenate(everyone)
         self.exchanged = len(merged)
         self._order = torch.from_numpy(np.argsort(merged, kind="stable"))
@@ -486,8 +486,8 @@ class GroupExchange:
             yield by_box[id(item), box].narrow(item.input_dim, begin - box.offsets[item.input_dim], end - begin)
 
     def _exchange(self, scores: Sequence[Tensor], kept: Sequence[Tensor], device: torch.device) -> None:
-        found = [view.flatten().to(device) for view in self._slices(scores)]
-        mine = torch.cat(found) if found else torch.empty(0, device=device)
+        slices = [view.flatten().to(device) for view in self._slices(scores)]
+        mine = torch.cat(slices) if slices else torch.empty(0, device=device)
         sent = torch.zeros(max(self._lengths), device=device)
         counted = torch.from_numpy(self._counted).to(device)
         sent[: int(counted.sum())] = mine[counted]
@@ -559,8 +559,8 @@ def find_threshold(parts: Sequence[Keys], counts: Tensor, bits: int, sum_ranks: 
         for part in parts:
             keys = part.compute()
             keys = keys[keys >> (shift + _PASS_BITS) == prefix[part.group].to(keys.device)]
-            found = torch.bincount((keys >> shift) & (_BINS - 1), minlength=_BINS)
-            histogram[part.group] += found.to(counts.device)
+            bins = torch.bincount((keys >> shift) & (_BINS - 1), minlength=_BINS)
+            histogram[part.group] += bins.to(counts.device)
         histogram = sum_ranks(histogram)
         upto = histogram.cumsum(1)
         digit = (upto < (counts - below).clamp(min=1)[:, None]).sum(1).clamp(max=_BINS - 1)

@@ -43,12 +43,12 @@ class PrunedRun:
     """Task and checkpoint of a run that is not trained.
 
     Args:
-        found: Scanned command line, with ``fit`` as its command.
+        config_scan: Scanned command line, with ``fit`` as its command.
     """
 
-    def __init__(self, found: ConfigScan) -> None:
+    def __init__(self, config_scan: ConfigScan) -> None:
         silence_lightning()
-        cli = DloCLI(found, "dlo prune")
+        cli = DloCLI(config_scan, "dlo prune")
         if cli.options.ckpt_path == "auto":
             raise DloError("prune: --ckpt_path must be a path, last or best, got auto; set best")
         #: Config as the user means it, without Lightning's defaults.
@@ -305,7 +305,7 @@ def find_units(model: nn.Module, plan: ParallelPlan, kind: str) -> list[UnitGrou
     """
     modules = dict(model.named_modules())
     attention = plan.attention_names(model)
-    found = []
+    groups = []
     for block in plan.block_names(model):
         names = [name for name in modules if name.startswith(f"{block}.") and _has_weight(modules[name])]
         inside = [name for name in names if any(name.startswith(f"{part}.") for part in attention)]
@@ -320,15 +320,15 @@ def find_units(model: nn.Module, plan: ParallelPlan, kind: str) -> list[UnitGrou
             )
         features = {_features(modules[name])[1] for name in rows}
         if is_heads:
-            found.append(_heads(model, block, columns, rows, attention))
+            groups.append(_heads(model, block, columns, rows, attention))
         elif len(features) == 1:
-            found.append(UnitGroup(block, kind, columns, rows, features.pop()))
+            groups.append(UnitGroup(block, kind, columns, rows, features.pop()))
         else:
             raise DloError(
                 f"prune: a block must have one MLP for --hidden, got layers of {sorted(features)} inputs in {block};"
                 " prune heads or blocks"
             )
-    return found
+    return groups
 
 
 def _has_weight(module: nn.Module) -> bool:

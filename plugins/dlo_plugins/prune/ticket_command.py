@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--skip", action="append", help="layer that stays dense; repeat it (default: the output layer)")
     parser.add_argument("--reinit", action="store_true", help="also train each round's mask on new random weights")
     parser.add_argument("--output", help="folder of the rounds (default: runs/CONFIG/ticket)")
-    options, found = parser.parse_with_run(argv)
-    rounds = Rounds(options, found.argv[1:], list(found.configs))
+    options, config_scan = parser.parse_with_run(argv)
+    rounds = Rounds(options, config_scan.argv[1:], list(config_scan.configs))
     return rounds.run()
 
 
@@ -203,7 +203,7 @@ class Rounds:
         """Returns the results of the rounds so far: kept fraction, metric, seconds; of tickets and of new weights."""
         from dlo_plugins.prune.callback import kept_fraction, read_masks
 
-        found = []
+        points = []
         for number in range(last + 1):
             kept = kept_fraction(read_masks(self._masks(number))) if number else 1.0
             for kind, name in (("ticket", f"round_{number}"), ("reinit", f"round_{number}_reinit")):
@@ -214,8 +214,8 @@ class Rounds:
                 best = summary["best_metric"] or {}
                 point = {"round": number, "kind": kind, "kept": kept, "metric": metric}
                 point |= {"value": summary["metrics"].get(metric), "best": best.get(metric)}
-                found.append(point | {key: summary[key] for key in ("seconds", "steps")})
-        return found
+                points.append(point | {key: summary[key] for key in ("seconds", "steps")})
+        return points
 
     def _report(self, last: int) -> None:
         """Writes ``ticket.json`` and ``ticket.png``, and the picture for TensorBoard."""

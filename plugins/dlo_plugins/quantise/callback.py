@@ -132,11 +132,11 @@ class Quantise(PluginCallback):
     ) -> None:
         check_torchao()
         check_choice("Quantise: when", when, WHEN)
-        found = find_scheme(scheme)
+        known_scheme = find_scheme(scheme)
         self.replaces_products = when == "aware"
         self.when, self.export, self.reports = when, tuple(export or ()), report
         self.start = parse_position(start, "Quantise: start", in_samples=False)
-        if found.activations == "static" and when == "aware":
+        if known_scheme.activations == "static" and when == "aware":
             raise DloError(
                 "Quantise: when must be post for scheme int8_static, got aware: its scales of activations come from the"
                 " trained model; set scheme: int8"
@@ -149,10 +149,10 @@ class Quantise(PluginCallback):
         self.start_bits, self.period, self.mixed_bits = start_bits, period, mixed_bits
         #: Whether it reads gradients, which :class:`OptimizerInBackward` frees.
         self.needs_gradients = mixed_bits
-        self._check_schedule(found.bits if found.grid != "float8" else None)
+        self._check_schedule(known_scheme.bits if known_scheme.grid != "float8" else None)
         self.options = QuantisationOptions(
-            found,
-            check_group_size(found, group_size),
+            known_scheme,
+            check_group_size(known_scheme, group_size),
             tuple(skip or ()),
             calibration_batches,
             targets=self.export,
@@ -403,15 +403,15 @@ class Quantise(PluginCallback):
         options = self.options.with_limit(trainer.limit_val_batches)
         try:
             conversion = PostTraining(options, data, trainer.strategy.root_device)
-            found = conversion.run(twin, saved, self.when, saved.parent)
+            report = conversion.run(twin, saved, self.when, saved.parent)
         finally:
             if data.datamodule is not None:
                 data.datamodule.trainer = trainer
             shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
-        self.last_report = found
-        write_report(found, saved.parent)
-        log_scalars(trainer, found.scalars())
-        print(f"\n{found.table()}{found.files(saved.parent)}", flush=True)
+        self.last_report = report
+        write_report(report, saved.parent)
+        log_scalars(trainer, report.scalars())
+        print(f"\n{report.table()}{report.files(saved.parent)}", flush=True)
 
 
 def evaluation_data(trainer: Trainer) -> EvaluationData:

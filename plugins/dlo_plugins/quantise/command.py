@@ -46,13 +46,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", help="folder of report and exports (default: quantised-SCHEME in the run's folder)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options, words = parser.parse_known_args(argv)
-    found = scan(["validate", *words])
-    if not found.configs:
+    config_scan = scan(["validate", *words])
+    if not config_scan.configs:
         raise DloError("quantise: --config must name a config, got none; add --config x.yaml")
-    return train(found, lambda: _quantise(found, options))
+    return train(config_scan, lambda: _quantise(config_scan, options))
 
 
-def _quantise(found: ConfigScan, options: argparse.Namespace) -> None:
+def _quantise(config_scan: ConfigScan, options: argparse.Namespace) -> None:
     """Converts the model in one process, whatever the config's strategy, writes the report, and prints it."""
     from dlo_framework.cli.lightning_cli import DloCLI
     from dlo_framework.run_setup import check_data, check_parts, check_run, find_start_checkpoint
@@ -67,7 +67,7 @@ def _quantise(found: ConfigScan, options: argparse.Namespace) -> None:
         calibration_batches=options.calibration_batches,
         export=options.export,
     )
-    cli = DloCLI(found, "dlo quantise")
+    cli = DloCLI(config_scan, "dlo quantise")
     cli.find_checkpoint()
     path, _ = find_start_checkpoint(cli.options.ckpt_path, cli.runs, trains=False)
     cli.options["trainer.strategy"] = "auto"

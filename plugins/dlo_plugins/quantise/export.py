@@ -61,11 +61,11 @@ class PortableLinear(nn.Module):
         if self.activations == "dynamic":
             input_scale = symmetric_grid(x, 8).scale.squeeze(-1)
         if input_scale is None:
-            found = F.linear(x, self.weight.to(x.dtype)) * self.scale
+            y = F.linear(x, self.weight.to(x.dtype)) * self.scale
         else:
             rounded = torch.round(x * (1.0 / input_scale)).clamp(-128, 127)
-            found = F.linear(rounded, self.weight.to(x.dtype)) * input_scale * self.scale
-        return found if self.bias is None else found + self.bias
+            y = F.linear(rounded, self.weight.to(x.dtype)) * input_scale * self.scale
+        return y if self.bias is None else y + self.bias
 
 
 class PortableInt4Linear(nn.Module):
@@ -86,9 +86,9 @@ class PortableInt4Linear(nn.Module):
         weight = layer.weight.detach()
         grid = affine_grid(weight, scheme.bits, group_size)
         assert grid.offset is not None
-        found = levels(weight, grid).to(torch.uint8)
+        codes = levels(weight, grid).to(torch.uint8)
         self.middle = grid.middle
-        self.register_buffer("packed", found[:, ::2] + 16 * found[:, 1::2])
+        self.register_buffer("packed", codes[:, ::2] + 16 * codes[:, 1::2])
         self.register_buffer("scale", grid.scale.clone())
         self.register_buffer("offset", grid.offset.clone())
         self.bias = layer.bias
@@ -97,8 +97,8 @@ class PortableInt4Linear(nn.Module):
         """Returns the layer's output, [..., N]."""
         both = self.packed.to(x.dtype)
         high = torch.floor(both / 16)
-        found = torch.stack([both - 16 * high, high], dim=-1).flatten(-2)  # [N, K]
-        grouped = found.unflatten(-1, (self.scale.shape[-2], -1))
+        codes = torch.stack([both - 16 * high, high], dim=-1).flatten(-2)  # [N, K]
+        grouped = codes.unflatten(-1, (self.scale.shape[-2], -1))
         weight = ((grouped - self.middle) * self.scale + self.offset).flatten(-2)
         return F.linear(x, weight, self.bias)
 

@@ -272,8 +272,8 @@ def shares_maximum(roles: tuple[Role, Role], role: Role, sliced: SlicedDim, roww
 
 def maximum(values: Tensor, group: str) -> Tensor:
     """Returns the elementwise maximum over the ranks of a process group, by its name; traced by torch.compile."""
-    found: Tensor = _OPS.wait_tensor(_OPS.all_reduce(values.contiguous(), "max", group))
-    return found
+    largest: Tensor = _OPS.wait_tensor(_OPS.all_reduce(values.contiguous(), "max", group))
+    return largest
 
 
 #: Multiple of each dim that cuBLAS takes for int8; it also takes no fewer than 17 rows.
@@ -493,10 +493,10 @@ def forward(layer: Any, x: Tensor) -> Tensor:
     Its name is that of the method which it replaces: a bound method is pickled by its name.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
-    found: Tensor = _LowPrecisionLinear.apply(x, layer.weight, dtype, *layer.__dict__[_PRODUCTS])
+    y: Tensor = _LowPrecisionLinear.apply(x, layer.weight, dtype, *layer.__dict__[_PRODUCTS])
     if layer.bias is None or isinstance(layer, RowProduct):
-        return found
-    return found + layer.bias.to(found.dtype)
+        return y
+    return y + layer.bias.to(y.dtype)
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -516,8 +516,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
         # Not among the saved tensors: sharding gathers the parameter itself again for backward.
         ctx.weight, ctx.weight_gradient, ctx.settings = weight, weight_gradient, (scheme, emulate, sliced, group)
         with no_autocast(x.device.type):
-            found = multiply(x.flatten(0, -2), weight.detach(), ("input", "weight"), *ctx.settings)
-            return found.to(dtype).unflatten(0, x.shape[:-1])
+            product = multiply(x.flatten(0, -2), weight.detach(), ("input", "weight"), *ctx.settings)
+            return product.to(dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -526,8 +526,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
         of_x = of_weight = None
         with no_autocast(x.device.type):
             if ctx.needs_input_grad[0]:
-                found = multiply(rows, weight.t(), ("gradient", "weight"), *ctx.settings)
-                of_x = found.to(x.dtype).view_as(x)
+                product = multiply(rows, weight.t(), ("gradient", "weight"), *ctx.settings)
+                of_x = product.to(x.dtype).view_as(x)
             if ctx.needs_input_grad[1] and ctx.weight_gradient:
                 of_weight = multiply(rows.t(), inputs.t(), ("gradient", "input"), *ctx.settings)
             elif ctx.needs_input_grad[1]:

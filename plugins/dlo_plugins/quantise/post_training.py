@@ -98,16 +98,16 @@ class QuantisationReport:
 
     def scalars(self) -> dict[str, float]:
         """Returns values for the logger."""
-        found = {f"quantised/{name}": value for name, value in self.after.items()}
-        found |= {f"quantised/{name}_before": value for name, value in self.before.items()}
-        found["quantised/size_ratio"] = self.bytes_before[0] / self.bytes_after[0]
-        found["quantised/weights_ratio"] = self.bytes_before[1] / self.bytes_after[1]
+        scalars = {f"quantised/{name}": value for name, value in self.after.items()}
+        scalars |= {f"quantised/{name}_before": value for name, value in self.before.items()}
+        scalars["quantised/size_ratio"] = self.bytes_before[0] / self.bytes_after[0]
+        scalars["quantised/weights_ratio"] = self.bytes_before[1] / self.bytes_after[1]
         for one in self.latency:
-            found[f"quantised/latency_ms_batch_{one.batch_size}"] = one.after
-            found[f"quantised/latency_ms_batch_{one.batch_size}_before"] = one.before
+            scalars[f"quantised/latency_ms_batch_{one.batch_size}"] = one.after
+            scalars[f"quantised/latency_ms_batch_{one.batch_size}_before"] = one.before
             if one.onnx is not None:
-                found[f"quantised/latency_ms_batch_{one.batch_size}_onnx"] = one.onnx
-        return found
+                scalars[f"quantised/latency_ms_batch_{one.batch_size}_onnx"] = one.onnx
+        return scalars
 
     def files(self, folder: Path) -> str:
         """Returns a line with the exports in a folder; empty if there are none."""
@@ -160,8 +160,8 @@ def measure_latency(
                     seconds[name].append(time.perf_counter() - start)
             if number >= 3 and time.perf_counter() - began > MOST_SECONDS:
                 break
-    found = {name: statistics.median(values) * 1000 for name, values in seconds.items()}
-    return Latency(batch_size, torch.get_num_threads(), rounds=len(seconds["before"]), **found)
+    medians = {name: statistics.median(values) * 1000 for name, values in seconds.items()}
+    return Latency(batch_size, torch.get_num_threads(), rounds=len(seconds["before"]), **medians)
 
 
 #: Largest batch of the latency measurement, besides a single sample.
@@ -330,13 +330,13 @@ class PostTraining:
     ) -> list[Latency]:
         batch = _on_cpu(self._batches(module, 1)[0])
         sizes = dict.fromkeys((1, min(batch_size(batch), _LARGEST)))
-        found = []
+        latencies = []
         for size in sizes:
             args, kwargs = _on_cpu(model_inputs(module, slice_batch(batch, 0, size)))
             of_onnx = None if onnx is None else onnx_forward(onnx, args)
             of_before, of_after = (partial(model, *args, **kwargs) for model in (before, after))
-            found.append(measure_latency(of_before, of_after, size, onnx=of_onnx))
-        return found
+            latencies.append(measure_latency(of_before, of_after, size, onnx=of_onnx))
+        return latencies
 
 
 def model_inputs(module: LightningModule, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

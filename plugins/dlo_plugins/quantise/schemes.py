@@ -126,14 +126,14 @@ def levels(x: Tensor, grid: Grid) -> Tensor:
 
 def fake_quantise(x: Tensor, grid: Grid) -> Tensor:
     """Returns the values of the nearest levels, [..., K], in the dtype of `x`."""
-    found = _levels(_in_groups(x, grid), grid).clamp(*grid.bounds)
+    nearest = _levels(_in_groups(x, grid), grid).clamp(*grid.bounds)
     if not grid.bits:
-        found = found.to(_FLOAT8).float() * grid.scale
+        values = nearest.to(_FLOAT8).float() * grid.scale
     elif grid.offset is None:
-        found = found.to(x.dtype) * grid.scale
+        values = nearest.to(x.dtype) * grid.scale
     else:
-        found = (found - grid.middle).to(x.dtype) * grid.scale + grid.offset
-    return found.flatten(-2).to(x.dtype)
+        values = (nearest - grid.middle).to(x.dtype) * grid.scale + grid.offset
+    return values.flatten(-2).to(x.dtype)
 
 
 def rounding_gradient(x: Tensor, grid: Grid, gradient: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def rounding_gradient(x: Tensor, grid: Grid, gradient: Tensor) -> Tensor:
     rounded, scaled = _levels(_in_groups(x, grid), grid), _in_groups(gradient, grid) * grid.scale
     low, high = grid.bounds
     inside = scaled * ((rounded >= low) & (rounded <= high))
-    found = inside * (1.0 / grid.scale) if grid.bits and grid.offset is None else inside / grid.scale
-    return found.flatten(-2).to(x.dtype)
+    grad_x = inside * (1.0 / grid.scale) if grid.bits and grid.offset is None else inside / grid.scale
+    return grad_x.flatten(-2).to(x.dtype)
 
 
 class _Round(torch.autograd.Function):
@@ -162,13 +162,13 @@ def traced_fake_quantise(x: Tensor, grid: Grid) -> Tensor:
     grouped = _in_groups(x, grid)
     if not grid.bits:
         inside = _limit(grouped.float() / grid.scale, grid)
-        found = (inside + (inside.to(_FLOAT8).float() - inside).detach()) * grid.scale
+        values = (inside + (inside.to(_FLOAT8).float() - inside).detach()) * grid.scale
     elif grid.offset is None:
-        found = _limit(_Round.apply(grouped * (1.0 / grid.scale)), grid).to(x.dtype) * grid.scale
+        values = _limit(_Round.apply(grouped * (1.0 / grid.scale)), grid).to(x.dtype) * grid.scale
     else:
         rounded = _Round.apply((grouped - (grid.offset - grid.scale * grid.middle)) / grid.scale)
-        found = (_limit(rounded, grid) - grid.middle).to(x.dtype) * grid.scale + grid.offset
-    return found.flatten(-2).to(x.dtype)
+        values = (_limit(rounded, grid) - grid.middle).to(x.dtype) * grid.scale + grid.offset
+    return values.flatten(-2).to(x.dtype)
 
 
 def _limit(rounded: Tensor, grid: Grid) -> Tensor:
@@ -205,9 +205,9 @@ class Kernels:
         if device.type not in self.devices:
             return f"{device.type}, which has no kernels for it"
         if device.type == "cuda" and torch.version.hip is None:  # torch's own error names another architecture.
-            found = torch.cuda.get_device_capability(device)
-            if found < self.capability:
-                return f"compute capability {found[0]}.{found[1]}"
+            capability = torch.cuda.get_device_capability(device)
+            if capability < self.capability:
+                return f"compute capability {capability[0]}.{capability[1]}"
         return ""
 
     def check(self, callback: str, device: torch.device, others: Iterable[Kernels], also: str = "") -> None:
