@@ -54,11 +54,11 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["report"]:
         return report(argv[1:])
     parser = _parser()
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     options.argv = argv
-    check_options(options, found)
-    folder = Path(options.folder or Path("runs") / "sweeps" / Path(next(iter(found.configs))).stem)
-    settings = make_settings(options, found, folder)
+    check_options(options, config_scan)
+    folder = Path(options.folder or Path("runs") / "sweeps" / Path(next(iter(config_scan.configs))).stem)
+    settings = make_settings(options, config_scan, folder)
     if options.engine == "ray":
         from dlo_plugins.sweep.ray_engine import run_on_ray
 
@@ -93,7 +93,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
+def check_options(options: argparse.Namespace, config_scan: ConfigScan) -> None:
     """Checks the command's own options.
 
     Raises:
@@ -116,7 +116,7 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
         raise DloError(f"sweep: --{unused[0].replace('_', '-')} must be at least 0, got {getattr(options, unused[0])}")
     check_methods(options.sampler, options.pruner, options.engine)
     check_installed(options.sampler, options.engine)
-    for word in found.argv:
+    for word in config_scan.argv:
         name = word.partition("=")[0]
         if name in _OWN:
             fix = "put them into the config, or use --trainer.callbacks+" if name.endswith("callbacks") else "remove it"
@@ -135,7 +135,7 @@ def _is_second_task() -> bool:
 # --- the settings --------------------------------------------------------------------------------------------
 
 
-def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) -> Any:
+def make_settings(options: argparse.Namespace, config_scan: ConfigScan, folder: Path) -> Any:
     """Returns the settings of the sweep; a process that is the first one writes them, another compares its own.
 
     Raises:
@@ -145,10 +145,10 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
     from dlo_plugins.sweep.search_space import SearchSpace, SweepSettings, merge_configs, read_settings
 
     space = SearchSpace(read_space(options.space))
-    words = without_configs(found.argv[1:])
+    words = without_configs(config_scan.argv[1:])
     for option, key in space.conflicting(words):
         raise DloError(f"sweep: {option} must be left out, as the space sets {key}; remove one of them")
-    config = merge_configs(found.configs.values())
+    config = merge_configs(config_scan.configs.values())
     check_nodes(config, words)
     trials = count_trials(options, space)
     try:
@@ -185,13 +185,13 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
 
 def without_configs(words: list[str]) -> list[str]:
     """Returns the options of ``dlo fit`` without ``--config`` and its values."""
-    found, place = [], iter(words)
+    options, place = [], iter(words)
     for word in place:
         if word in ("--config", "-c"):
             next(place)
         else:
-            found.append(word)
-    return found
+            options.append(word)
+    return options
 
 
 def read_space(name: str) -> Any:

@@ -246,12 +246,12 @@ def make_mutations(space: SearchSpace) -> dict[str, Any]:
 
 def bounded(space: SearchSpace, values: dict[str, Any]) -> dict[str, Any]:
     """Returns values inside the space's ranges: PBT multiplies by 0.8 or 1.2, also beyond them."""
-    found = dict(values)
+    clamped = dict(values)
     for one in space.dimensions:
-        if one.is_range and one.key in found:
-            value = min(max(found[one.key], one.choices[0]), one.choices[1])
-            found[one.key] = round(value) if one.kind in ("int", "log_int") else float(value)
-    return found
+        if one.is_range and one.key in clamped:
+            value = min(max(clamped[one.key], one.choices[0]), one.choices[1])
+            clamped[one.key] = round(value) if one.kind in ("int", "log_int") else float(value)
+    return clamped
 
 
 def _make_trainable(folder: Path, settings: SweepSettings) -> Callable[[dict[str, Any]], None]:

@@ -123,9 +123,9 @@ class SearchSpace:
                 f" {_shown(content)}; write one line a key"
             )
         self.content = content
-        found = {str(key): parse_dimension(str(key), value) for key, value in content.items()}
-        _check_prefixes(list(found))
-        self.dimensions = _in_order(found)
+        dimensions = {str(key): parse_dimension(str(key), value) for key, value in content.items()}
+        _check_prefixes(list(dimensions))
+        self.dimensions = _in_order(dimensions)
         if all(one.kind == "value" for one in self.dimensions):
             raise DloError("space: a key must have more than one value, got single values alone; add a range or a list")
 
@@ -157,11 +157,11 @@ class SearchSpace:
     def probes(self) -> list[dict[str, Any]]:
         """Returns few combinations in which each choice, and both ends of each range, occur."""
         number = max(len(one.choices) for one in self.dimensions)
-        found = [self._probe(index, {}) for index in range(number)]
+        probes = [self._probe(index, {}) for index in range(number)]
         for one in self.dimensions:
             if one.when:
-                found += [self._probe(index, _requirements(one, self)) for index in range(len(one.choices))]
-        return [dict(items) for items in {json.dumps(probe, default=str): probe for probe in found}.values()]
+                probes += [self._probe(index, _requirements(one, self)) for index in range(len(one.choices))]
+        return [dict(items) for items in {json.dumps(probe, default=str): probe for probe in probes}.values()]
 
     def _probe(self, index: int, forced: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -284,24 +284,24 @@ def _check_prefixes(keys: list[str]) -> None:
             )
 
 
-def _in_order(found: dict[str, Dimension]) -> list[Dimension]:
+def _in_order(dimensions: dict[str, Dimension]) -> list[Dimension]:
     """Returns dimensions so that each follows those of its condition, and otherwise in the file's order."""
     ordered: dict[str, Dimension] = {}
-    for one in found.values():
+    for one in dimensions.values():
         for name, allowed in one.when.items():
-            if name not in found:
+            if name not in dimensions:
                 raise DloError(
                     f"space: {one.key}: when must name keys of the space, got {name}"
-                    f"{did_you_mean(name, found) or '; add it to the space'}"
+                    f"{did_you_mean(name, dimensions) or '; add it to the space'}"
                 )
-            other = found[name]
+            other = dimensions[name]
             wrong = next((value for value in allowed if not other.may_be(value)), None)
             if wrong is not None:
                 raise DloError(
                     f"space: {one.key}: when must name values of {name}, got {wrong}; {name} has"
                     f" {', '.join(str(value) for value in other.choices)}"
                 )
-    waiting = list(found.values())
+    waiting = list(dimensions.values())
     while waiting:
         ready = [one for one in waiting if all(name in ordered for name in one.when)]
         if not ready:
@@ -350,17 +350,17 @@ def merge_configs(configs: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    found = copy.deepcopy(base)
+    merged = copy.deepcopy(base)
     for key, value in over.items():
         name = key.removesuffix("+") if isinstance(key, str) else key
-        known = found.get(name)
+        known = merged.get(name)
         if name != key:
-            found[name] = [*(known or []), *(value if isinstance(value, list) else [value])]
+            merged[name] = [*(known or []), *(value if isinstance(value, list) else [value])]
         elif isinstance(known, dict) and isinstance(value, dict) and not _is_other_class(known, value):
-            found[name] = _merge(known, value)
+            merged[name] = _merge(known, value)
         else:
-            found[name] = copy.deepcopy(value)
-    return found
+            merged[name] = copy.deepcopy(value)
+    return merged
 
 
 def _is_other_class(known: dict[str, Any], value: dict[str, Any]) -> bool:
@@ -373,10 +373,10 @@ def apply_values(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str,
     Raises:
         DloError: A key does not lead to a place in the config.
     """
-    found = copy.deepcopy(config)
+    new_config = copy.deepcopy(config)
     for key, value in values.items():
-        set_key(found, key, copy.deepcopy(value))
-    return found
+        set_key(new_config, key, copy.deepcopy(value))
+    return new_config
 
 
 def set_key(config: dict[str, Any], key: str, value: Any) -> None:

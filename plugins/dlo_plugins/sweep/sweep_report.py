@@ -80,7 +80,7 @@ class SweepReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row a trial: number, state, value, validations, seconds, its values and its run."""
-        found = []
+        rows = []
         for trial in self.trials:
             reported, given = trial.intermediate_values.values(), values_of(trial)
             row: dict[str, Any] = {"trial": trial.number, "state": trial.state.name.lower()}
@@ -88,8 +88,8 @@ class SweepReport:
             row["validations"] = len(reported)
             row["seconds"] = None if trial.duration is None else round(trial.duration.total_seconds(), 1)
             row |= {key: given.get(key) for key in self.keys}
-            found.append(row | {name: trial.user_attrs.get(name, "") for name in (RUN, ERROR)})
-        return found
+            rows.append(row | {name: trial.user_attrs.get(name, "") for name in (RUN, ERROR)})
+        return rows
 
     def text(self, top: int = 10) -> str:
         """Returns the best trials as a table, and the numbers of trials by state."""

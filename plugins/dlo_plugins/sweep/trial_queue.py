@@ -200,10 +200,10 @@ class TrialQueue:
         """
         while True:
             with self.lock.held():
-                found = self._claim_one()
-            if found is None:
+                next_trial = self._claim_one()
+            if next_trial is None:
                 return None
-            trial, is_continued = found
+            trial, is_continued = next_trial
             if is_continued and self._finish_orphan(trial):
                 self.release(trial.number)
                 continue
@@ -535,14 +535,14 @@ def environment_of_job(index: int, jobs: int) -> dict[str, str]:
         index: Index of the worker.
         jobs: Number of workers.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs if _HAS_AFFINITY else 1))
+        variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs if _HAS_AFFINITY else 1))
     gpus = visible_gpus()
     if jobs > 1 and gpus:
         mine = gpus[index * len(gpus) // jobs : (index + 1) * len(gpus) // jobs]
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(mine or [gpus[index * len(gpus) // jobs]])
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(mine or [gpus[index * len(gpus) // jobs]])
+    return variables
 
 
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
