@@ -172,8 +172,8 @@ class ModelBlocks:
         Raises:
             DloError: If a pattern matches no block, or no block is left.
         """
-        found = match_names(skip, self.names, self.names, f"{self._what}: each pattern of skip must match a block")
-        left = [name for name in self.names if name not in found]
+        skipped = match_names(skip, self.names, self.names, f"{self._what}: each pattern of skip must match a block")
+        left = [name for name in self.names if name not in skipped]
         if not left:
             raise DloError(
                 f"{self._what}: skip must leave at least one block, got {list(skip)} for all; remove one of them"

@@ -134,13 +134,13 @@ class DifficultyOrder(PluginCallback):
             assert self._trainer is not None
             loader: Any = self._trainer.train_dataloader
             dataset: Any = loader.dataset
-            found = read_scores(self.scores) if self.scores is not None else self._measure(dataset)
-            if len(found) != size:
+            scores = read_scores(self.scores) if self.scores is not None else self._measure(dataset)
+            if len(scores) != size:
                 raise DloError(
                     f"DifficultyOrder: scores must have one number for each of the {size} training samples, got"
-                    f" {len(found)}; write the file for this data"
+                    f" {len(scores)}; write the file for this data"
                 )
-            self._known = found
+            self._known = scores
         return self._known
 
     def _measure(self, dataset: Any) -> np.ndarray:
@@ -163,17 +163,17 @@ def read_scores(path: str) -> np.ndarray:
         DloError: If it cannot be read, or holds something else.
     """
     try:
-        found = np.load(path, allow_pickle=False) if Path(path).suffix == ".npy" else np.loadtxt(path, ndmin=1)
+        scores = np.load(path, allow_pickle=False) if Path(path).suffix == ".npy" else np.loadtxt(path, ndmin=1)
     except (OSError, ValueError) as error:
         raise DloError(
             f"DifficultyOrder: scores must be a .npy file, or text with a number per line, got {path}: {error}"
         ) from error
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.number) or not np.isfinite(found).all():
+    if scores.ndim != 1 or not np.issubdtype(scores.dtype, np.number) or not np.isfinite(scores).all():
         raise DloError(
-            f"DifficultyOrder: scores must be finite numbers, one per sample, got {found.dtype} of shape"
-            f" {list(found.shape)} in {path}; write one number per sample"
+            f"DifficultyOrder: scores must be finite numbers, one per sample, got {scores.dtype} of shape"
+            f" {list(scores.shape)} in {path}; write one number per sample"
         )
-    return found.astype(np.float64)
+    return scores.astype(np.float64)
 
 
 def token_rarity(dataset: Any) -> np.ndarray:
@@ -184,9 +184,9 @@ def token_rarity(dataset: Any) -> np.ndarray:
     """
     counts = np.zeros(0, dtype=np.int64)
     for tokens, _ in _batches(dataset):
-        found = np.bincount(tokens)
-        longer = max(len(counts), len(found))
-        counts = np.pad(counts, (0, longer - len(counts))) + np.pad(found, (0, longer - len(found)))
+        batch_counts = np.bincount(tokens)
+        longer = max(len(counts), len(batch_counts))
+        counts = np.pad(counts, (0, longer - len(counts))) + np.pad(batch_counts, (0, longer - len(batch_counts)))
     surprise = np.log(counts.sum()) - np.log(np.maximum(counts, 1))
     means = []
     for tokens, rows in _batches(dataset):

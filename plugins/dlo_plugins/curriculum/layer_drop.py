@@ -262,13 +262,13 @@ class StochasticDepthSchedule(FollowsSteps, PluginCallback):
             self._find_rates(checkable)
 
     def _find_rates(self, module: nn.Module) -> list[tuple[nn.Module, str, float]]:
-        found = [
+        rates = [
             (part, attribute, float(getattr(part, attribute)))
             for part in module.modules()
             for kind, attribute in _RATES.items()
             if isinstance(part, kind)
         ]
-        largest = max((rate for *_, rate in found), default=0.0)
+        largest = max((rate for *_, rate in rates), default=0.0)
         if largest == 0:
             raise DloError(
                 f"StochasticDepthSchedule: the model must have stochastic depth, got {type(module).__name__} without;"
@@ -279,7 +279,7 @@ class StochasticDepthSchedule(FollowsSteps, PluginCallback):
                 "StochasticDepthSchedule: rates must stay below 1, got a factor of"
                 f" {max(self.start, self.end):g} for a rate of {largest:g}; set at most {0.99 / largest:.2g}"
             )
-        return found
+        return rates
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets an earlier run."""

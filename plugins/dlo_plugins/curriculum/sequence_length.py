@@ -273,16 +273,16 @@ def split_rows(batch: dict[str, Any], length: int) -> dict[str, Any]:
         batch: Batch of rows `[B, N]`.
         length: Length of the new rows.
     """
-    found = {
+    new_batch = {
         key: value.reshape(-1, length) if key in TOKEN_KEYS else value for key, value in batch.items()
     }  # [B * N / length, length]
-    positions = found.get("position_ids")
+    positions = new_batch.get("position_ids")
     if positions is not None:
         begins = torch.ones_like(positions, dtype=torch.bool)
         begins[:, 1:] = positions.diff(dim=1) != 1
         places = torch.arange(length, device=positions.device).expand_as(positions)
-        found["position_ids"] = places - torch.where(begins, places, 0).cummax(dim=1).values
-    return found
+        new_batch["position_ids"] = places - torch.where(begins, places, 0).cummax(dim=1).values
+    return new_batch
 
 
 def truncate_rows(batch: dict[str, Any], length: int) -> dict[str, Any]:

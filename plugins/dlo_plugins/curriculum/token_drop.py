@@ -239,18 +239,18 @@ def select_arguments(kwargs: Mapping[str, Any], index: Tensor, length: int, rows
     Raises:
         DloError: If an argument has a dim of the tokens, and it is not known which.
     """
-    found = dict(kwargs)
+    selected = dict(kwargs)
     for key, value in kwargs.items():
         if key in _BOUNDS and isinstance(value, Tensor):
             kept = torch.zeros(length, dtype=torch.int32, device=value.device)
             kept[index] = 1
             before = torch.cat([kept.new_zeros(1), kept.repeat(rows).cumsum(0, dtype=torch.int32)])
-            found[key] = before[value.long()]
+            selected[key] = before[value.long()]
         elif isinstance(value, tuple):
-            found[key] = rebuild(value, [_select(key, part, index, length, name) for part in value])
+            selected[key] = rebuild(value, [_select(key, part, index, length, name) for part in value])
         else:
-            found[key] = _select(key, value, index, length, name)
-    return found
+            selected[key] = _select(key, value, index, length, name)
+    return selected
 
 
 def _select(key: str, value: Any, index: Tensor, length: int, name: str) -> Any:

@@ -193,10 +193,10 @@ def find_schedulers(module: Any, trainer: Any) -> list[str]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             own = fake_copy(built)
             own._trainer = _BeforeData(trainer)
-            found = [
+            schedulers = [
                 one["scheduler"] if isinstance(one, dict) else one for one in _schedulers(own.configure_optimizers())
             ]
-            return [type(scheduler).__name__ for scheduler in found]
+            return [type(scheduler).__name__ for scheduler in schedulers]
     return []
 
 

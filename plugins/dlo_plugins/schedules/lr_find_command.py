@@ -30,11 +30,11 @@ def main(argv: list[str]) -> int:
     if any(word in HELP_WORDS for word in argv):
         print(HELP)
         return 0
-    found = scan(["fit", *("--help" if word == HELP_ALL else word for word in argv)])
+    config_scan = scan(["fit", *("--help" if word == HELP_ALL else word for word in argv)])
 
     def build() -> None:
         from dlo_plugins.schedules.lr_finder import find_lr
 
-        find_lr(found)
+        find_lr(config_scan)
 
-    return train(found, build)
+    return train(config_scan, build)

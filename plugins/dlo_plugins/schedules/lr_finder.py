@@ -408,12 +408,12 @@ def slide(
         return None
     slopes = np.gradient(np.asarray(losses))
     right = count - 1
-    found = right - width
-    left = found
+    edge = right - width
+    left = edge
     while left >= 0 and abs(slopes[right] - slopes[left]) > threshold:
-        found = left
+        edge = left
         left, right = left - 1, right - 1
-    return rates[found]
+    return rates[edge]
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[dict[str, float | None], dict[str, DloError]]:
@@ -427,22 +427,22 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[dict[str, 
         The rate by name, None where the curve does not allow one or the method failed; and by name the error of each
         method that raised, or returned no rate.
     """
-    found: dict[str, float | None] = {}
+    suggestions: dict[str, float | None] = {}
     errors: dict[str, DloError] = {}
     for name, method in SUGGESTIONS.loaded().items():
-        found[name], problem = None, ""
+        suggestions[name], problem = None, ""
         try:
             rate = method(rates, losses) if len(rates) >= 2 else None
             if rate is not None and not (rate > 0 and np.isfinite(rate)):
                 problem = f"the rate {rate}"
             elif rate is not None:
-                found[name] = float(rate)
+                suggestions[name] = float(rate)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             rule = f"suggestion {name} must return a positive rate or None"
             errors[name] = DloError(f"{rule}, got {problem}; correct {method.__module__}")
-    return found, errors
+    return suggestions, errors
 
 
 #: Factor between suggestions above which they contradict each other.
@@ -461,19 +461,19 @@ def find_doubts(sweep: Sweep, suggestions: Mapping[str, float | None], lr: float
         lr: Rate that is used.
     """
     rates, smoothed = sweep.trimmed()
-    best, found = int(np.argmin(smoothed)), []
+    best, doubts = int(np.argmin(smoothed)), []
     until = sweep.losses[: max(best, FEWEST_STEPS)]
     scatter, fall = float(np.std(np.diff(until))) / math.sqrt(2), smoothed[0] - smoothed[best]
     if fall <= scatter:
-        found.append(f"the loss fell by {fall:.2g}, and scatters by {scatter:.2g}: use a larger batch, check the data")
+        doubts.append(f"the loss fell by {fall:.2g}, and scatters by {scatter:.2g}: use a larger batch, check the data")
     if not rates[0] < lr < rates[-1]:
-        found.append("it is at an end of the sweep: use another suggestion, or set min_lr and max_lr")
+        doubts.append("it is at an end of the sweep: use another suggestion, or set min_lr and max_lr")
     if best == len(rates) - 1 and sweep.stopped is None:
-        found.append("the loss still fell at the highest rate: raise max_lr")
+        doubts.append("the loss still fell at the highest rate: raise max_lr")
     inner = [rate for rate in suggestions.values() if rate is not None and rates[0] < rate < rates[-1]]
     if inner and max(inner) > LARGEST_SPREAD * min(inner):
-        found.append(f"the suggestions differ by a factor of {max(inner) / min(inner):.0f}: compare short runs")
-    return "; ".join(found)
+        doubts.append(f"the suggestions differ by a factor of {max(inner) / min(inner):.0f}: compare short runs")
+    return "; ".join(doubts)
 
 
 def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
@@ -482,14 +482,14 @@ def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
     return [highest * rate / top for rate in rates] if top > 0 else [highest] * len(rates)
 
 
-def find_lr(found: ConfigScan) -> None:
+def find_lr(config_scan: ConfigScan) -> None:
     """Runs the learning-rate sweep of a config, and no training.
 
     Args:
-        found: Scanned command line, with ``fit`` as its command.
+        config_scan: Scanned command line, with ``fit`` as its command.
     """
     reasons = {"fast_dev_run": "a sweep has about 100 steps", "ckpt_path": "a sweep starts from the config's weights"}
-    cli = open_run(found, "lr-find", reasons)
+    cli = open_run(config_scan, "lr-find", reasons)
     callbacks = cli.callbacks()
     finders = [callback for callback in callbacks if isinstance(callback, LRFinder)] or [LRFinder()]
     for finder in finders:

@@ -177,14 +177,14 @@ class ScheduleFree(PluginCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes charge of the optimizers."""
-        found = self._optimizers(trainer)
-        if not found:
+        optimizers = self._optimizers(trainer)
+        if not optimizers:
             names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             raise DloError(
                 f"ScheduleFree: the run must have a schedule-free optimizer, got {', '.join(names) or 'none'}; set"
                 " model.init_args.optimizer to adamw_schedulefree, or remove the callback"
             )
-        for optimizer in found:
+        for optimizer in optimizers:
             optimizer.attended = True
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
