@@ -437,9 +437,9 @@ class NoiseMeter:
         large = _squared_norm(parameters)
         noise, signal = noise_and_signal(self._small.to(large.device), large, sizes)
         self._sums = self._sums.to(large.device)
-        found = torch.stack([noise, signal, torch.ones_like(signal)]).double()
+        estimates = torch.stack([noise, signal, torch.ones_like(signal)]).double()
         # A step whose gradients overflowed is left out; the scaler will skip it.
-        self._sums += torch.where(found.isfinite().all(), found, torch.zeros_like(found))
+        self._sums += torch.where(estimates.isfinite().all(), estimates, torch.zeros_like(estimates))
         self._small = None
 
     def average_sums(self, trainer: Trainer) -> None:

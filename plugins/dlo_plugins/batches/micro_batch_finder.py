@@ -365,16 +365,16 @@ class Vote:
         """
         if self._group is None:
             return number
-        found = torch.tensor(number, dtype=torch.float64)
+        maximum = torch.tensor(number, dtype=torch.float64)
         try:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise DloError(
                 f"MicroBatchFinder: all ranks must finish a part of a trial within {self.timeout:g} s, got a timeout."
                 " Either a rank has failed, or training_step communicates (for example by self.log with sync_dist) and"
                 f" a rank that is out of memory blocks the others; log without sync_dist, or set max_size ({error})"
             ) from error
-        return float(found)
+        return float(maximum)
 
     def close(self) -> None:
         """Destroys the process group."""
@@ -533,13 +533,13 @@ def count_samples(batch: Any) -> int:
     Raises:
         DloError: If the batch has no tensor.
     """
-    found = find_batch_size(batch)
-    if found is None:
+    size = find_batch_size(batch)
+    if size is None:
         raise DloError(
             "MicroBatchFinder: a batch must be a tensor, or tuples, lists and dicts with a tensor in them, got a"
             f" {type(batch).__name__} from the loader; return tensors from its collate_fn"
         )
-    return found
+    return size
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:

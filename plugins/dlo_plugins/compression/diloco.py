@@ -291,13 +291,13 @@ def _local_state(
         weights: Weights of this rank, where the module has the shared ones; None where it has its own.
     """
     own = _weights(trainer, module) if weights is None else weights
-    found = [(f"weight.{name}", value) for (name, _), value in zip(_trained(module), own, strict=True)]
+    tensors = [(f"weight.{name}", value) for (name, _), value in zip(_trained(module), own, strict=True)]
     for which, optimizer in enumerate(trainer.optimizers):
         for name, tensor in contract_of(trainer.strategy).optimizer_tensors(optimizer).items():
             for key, value in optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
-                    found.append((f"optimizer.{which}.{key}.{name}", value))
-    yield from ((name, value) for name, value in found if value.numel())
+                    tensors.append((f"optimizer.{which}.{key}.{name}", value))
+    yield from ((name, value) for name, value in tensors if value.numel())
 
 
 def _average_states(states: Any, device: torch.device, group: dist.ProcessGroup | None) -> None:

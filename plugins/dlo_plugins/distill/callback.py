@@ -477,26 +477,26 @@ class Distill(BatchTransform):
     def _loss(self, task: Task, own_loss: Any, outputs: Any, plain: Any, theirs: TeacherOutputs, part: Any) -> Tensor:
         """Returns the student's loss for a batch or a micro-batch."""
         own, distilled = outputs if self.token else (outputs, outputs)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         terms: list[Tensor] = []
         if self.ce_weight and not theirs.is_sampled:
-            found["task_loss"] = own_loss(own, plain)
-            terms.append(self.ce_weight * found["task_loss"])
+            values["task_loss"] = own_loss(own, plain)
+            terms.append(self.ce_weight * values["task_loss"])
         if self.weight:
             distance = task.ability(Distillable).distillation_loss
             apart = distance(distilled, theirs.outputs, self.teacher, plain, self.distance)
-            found |= {"distance": apart.loss, "agreement": apart.agreement}
+            values |= {"distance": apart.loss, "agreement": apart.agreement}
             terms.append(self.weight * apart.loss)
         if self._ours is not None:
             ours, layers = self._ours.pop(), dict(theirs.layers)
             self._gather_sequences(ours, layers, plain)
             if self.hidden is not None:
-                found["hidden"] = self._hidden_loss(task, ours, layers, plain)
-                terms.append(self.hidden.weight * found["hidden"])
+                values["hidden"] = self._hidden_loss(task, ours, layers, plain)
+                terms.append(self.hidden.weight * values["hidden"])
             if self.attention is not None:
-                found["attention"] = self._attention_loss(task, ours, layers, plain, part)
-                terms.append(self.attention.weight * found["attention"])
-        self._note(found, self._weights.pop(id(part), 1.0))
+                values["attention"] = self._attention_loss(task, ours, layers, plain, part)
+                terms.append(self.attention.weight * values["attention"])
+        self._note(values, self._weights.pop(id(part), 1.0))
         return functools.reduce(torch.add, terms)
 
     def _gather_sequences(self, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any) -> None:
@@ -536,9 +536,9 @@ class Distill(BatchTransform):
 
     # --- logging -------------------------------------------------------------------------------------------
 
-    def _note(self, found: dict[str, Tensor], weight: float | Tensor) -> None:
-        self._computed |= found.keys()
-        for name, value in found.items():
+    def _note(self, values: dict[str, Tensor], weight: float | Tensor) -> None:
+        self._computed |= values.keys()
+        for name, value in values.items():
             value = (value.detach() * weight).float()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
@@ -568,13 +568,13 @@ class Distill(BatchTransform):
             dist.all_reduce(sums, group=group)
         self._sums, self._counts = {}, {}
         totals, counts = sums.split(len(names))
-        found = {
+        means = {
             f"distill/{name}": float(total / count)
             for name, total, count in zip(names, totals, counts, strict=True)
             if count
         }
-        if found:
-            self.latest = found
+        if means:
+            self.latest = means
             log_scalars(trainer, self.latest)
 
 

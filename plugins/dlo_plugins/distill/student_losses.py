@@ -262,8 +262,8 @@ class LayerOutputs:
 
     def pop(self) -> dict[str, Tensor]:
         """Returns the outputs by name, and forgets them."""
-        found, self.values = self.values, {}
-        return found
+        outputs, self.values = self.values, {}
+        return outputs
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -289,15 +289,15 @@ def layer_shapes(task: Task, batch: Any, names: Iterable[str]) -> dict[str, torc
         outputs = LayerOutputs(copied.model, wanted)
         args, kwargs = copied.inputs(tree_map(fake_like, batch))
         copied.forward(*args, **kwargs)
-        found = {name: tensor.shape for name, tensor in outputs.pop().items()}
+        shapes = {name: tensor.shape for name, tensor in outputs.pop().items()}
         outputs.remove()
     for name in wanted:
-        if name not in found:
+        if name not in shapes:
             raise DloError(
                 f"Distill: layers must return tensors in the forward of {type(task.model).__name__}, got '{name}',"
                 " which does not, or is not called; name the layer around it"
             )
-    return found
+    return shapes
 
 
 #: Distance of hidden states.
@@ -372,10 +372,10 @@ def parse_every(text: str) -> int:
     Raises:
         DloError: The text is another.
     """
-    found = re.fullmatch(r"every\s+([1-9]\d*)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"every\s+([1-9]\d*)", text.strip())
+    if match is None:
         raise DloError(f"Distill: init_from must be 'every' and a number of layers, got '{text}'; for example: every 2")
-    return int(found[1])
+    return int(match[1])
 
 
 def match_tensors(student: Task, teacher: Task, every: int, undecided: int | None = None) -> dict[str, str]:

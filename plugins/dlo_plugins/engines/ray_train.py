@@ -59,7 +59,7 @@ def fit(argv: list[str]) -> int:
     parser.add_argument("--workers", required=True, help="number of ranks; MIN:MAX takes as many as there are")
     parser.add_argument("--worker_cpus", type=float, default=1, help="cores of a worker")
     parser.add_argument("--max_restarts", type=int, default=0, help="number of times that the ranks are started again")
-    options, found = parser.parse_with_run(argv)
+    options, config_scan = parser.parse_with_run(argv)
     fewest, most = _workers(options.workers)
     try:
         import ray
@@ -67,7 +67,7 @@ def fit(argv: list[str]) -> int:
         from ray.train.torch import TorchTrainer
     except ImportError as error:
         raise DloError("dlo fit --engine ray needs Ray: pip install 'dlo_framework[ray]'") from error
-    words = [*found.argv[1:], "--trainer.callbacks+=RayReport", "--trainer.devices=auto"]
+    words = [*config_scan.argv[1:], "--trainer.callbacks+=RayReport", "--trainer.devices=auto"]
     ray.init(ignore_reinit_error=True, logging_level="ERROR")
     storage = Path("runs/ray").resolve() / str(time.time_ns())
     try:

@@ -293,12 +293,12 @@ class BatchMix(BatchTransform):
 
     def _find_classes(self, trainer: Trainer, module: LightningModule) -> int | None:
         datamodule = run_datamodule(trainer)
-        found = {
+        by_source = {
             "BatchMix": self.num_classes,
             type(datamodule).__name__: DataDescription(datamodule).num_classes,
             type(module).__name__: _setting(module, "num_classes"),
         }
-        known = {name: int(value) for name, value in found.items() if isinstance(value, int)}
+        known = {name: int(value) for name, value in by_source.items() if isinstance(value, int)}
         if len(set(known.values())) > 1:
             values = ", ".join(f"{name} {value}" for name, value in known.items())
             raise DloError(f"BatchMix: num_classes must be the same everywhere, got {values}; leave BatchMix's out")

@@ -339,13 +339,13 @@ def images_of(batch: Any, image_key: str) -> Tensor:
     Raises:
         DloError: If the batch has no images there.
     """
-    found = batch
+    images = batch
     if isinstance(batch, dict):
-        found = batch.get(image_key)
+        images = batch.get(image_key)
     elif isinstance(batch, tuple | list) and batch:
-        found = batch[0]
-    if isinstance(found, Tensor) and found.ndim == 4:
-        return found
+        images = batch[0]
+    if isinstance(images, Tensor) and images.ndim == 4:
+        return images
     held = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
     raise DloError(
         "ProgressiveResizing: a batch must have images [B, C, H, W] as its first item, or under image_key in a dict,"

@@ -183,8 +183,8 @@ def evaluate_loader(trainer: Trainer, pl_module: LightningModule, loader: Resuma
             results.batch, results.batch_size = batch, None
             arguments = (batch, number) if takes_number else (batch,)
             call._call_strategy_hook(trainer, "validation_step", *arguments)
-        found = results.metrics(on_step=False)["callback"]
-        return {name: value for name, value in found.items() if value.numel() == 1}
+        values = results.metrics(on_step=False)["callback"]
+        return {name: value for name, value in values.items() if value.numel() == 1}
 
 
 @contextmanager

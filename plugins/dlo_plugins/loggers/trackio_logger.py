@@ -84,8 +84,8 @@ class TrackioLogger(Logger):
         import trackio
 
         names = [key] if len(images) == 1 else [f"{key}/{number}" for number in range(len(images))]
-        found = {name: trackio.Image(image) for name, image in zip(names, images, strict=True)}
-        self.experiment.log(found, step=step)
+        by_name = {name: trackio.Image(image) for name, image in zip(names, images, strict=True)}
+        self.experiment.log(by_name, step=step)
 
     @rank_zero_only
     def log_text(

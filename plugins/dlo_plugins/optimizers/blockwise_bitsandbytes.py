@@ -29,10 +29,10 @@ class _Flat(FlatState):
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state with the quantised tensors under keys of their own."""
-        found: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for key, value in state.items():
-            found |= value if isinstance(value, dict) else {key: value}
-        return found
+            flat |= value if isinstance(value, dict) else {key: value}
+        return flat
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state; bitsandbytes loads the flat form too."""

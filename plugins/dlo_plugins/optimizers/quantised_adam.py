@@ -111,27 +111,27 @@ class QuantisedState(FlatState):
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state with codes and scales in place of each quantised tensor."""
-        found: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, _TYPES):
-                found |= {key + _CODES: value.codes, key + _SCALE: value.scale}
+                flat |= {key + _CODES: value.codes, key + _SCALE: value.scale}
                 if isinstance(value, OptimState4bit):
-                    found[key + _SHAPE] = list(value.shape)
+                    flat[key + _SHAPE] = list(value.shape)
             else:
-                found[key] = value
-        return found
+                flat[key] = value
+        return flat
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state; moments in full precision, or in another number of bits, are quantised."""
-        found = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALE, _SHAPE))}
+        restored = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALE, _SHAPE))}
         for key in [key.removesuffix(_CODES) for key in state if key.endswith(_CODES)]:
-            found[key] = _join(key, state[key + _CODES], state[key + _SCALE], state.get(key + _SHAPE))
-        for key in [key for key in found if key.endswith(("exp_avg", "exp_avg_sq"))]:
-            full = found[key].dequantize() if isinstance(found[key], _TYPES) else found[key]
+            restored[key] = _join(key, state[key + _CODES], state[key + _SCALE], state.get(key + _SHAPE))
+        for key in [key for key in restored if key.endswith(("exp_avg", "exp_avg_sq"))]:
+            full = restored[key].dequantize() if isinstance(restored[key], _TYPES) else restored[key]
             wanted = make_buffer(full, self.bits, signed=key == "exp_avg", block_size=self.block_size)
-            if type(wanted) is not type(found[key]):
-                found[key] = wanted.copy_(full)
-        return found
+            if type(wanted) is not type(restored[key]):
+                restored[key] = wanted.copy_(full)
+        return restored
 
 
 class _TorchAO(QuantisedState):

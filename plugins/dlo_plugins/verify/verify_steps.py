@@ -108,9 +108,9 @@ class VerifySteps(PluginCallback):
             first = self._run(rehearsal, batch, batch_idx)
             rehearsal.undo()
             second = self._run(rehearsal, batch, batch_idx)
-        found = [name for name, sums in first.items() if sums != second.get(name)]
+        differing = [name for name, sums in first.items() if sums != second.get(name)]
         self.checked += 1
-        self._report(step, gather_states(found))
+        self._report(step, gather_states(differing))
 
     def _run(self, rehearsal: Rehearsal, batch: Any, number: int) -> dict[str, list[int]]:
         """Runs the step, and returns the sums of the bits of all that this rank has of it, by name."""
@@ -140,20 +140,20 @@ class VerifySteps(PluginCallback):
             if tensor.grad is not None:
                 self._gradients[f"the gradient of {name}"] = bit_sums(tensor.grad)
 
-    def _report(self, step: int, found: list[list[str]]) -> None:
+    def _report(self, step: int, by_rank: list[list[str]]) -> None:
         """Raises or warns if ranks have found differences; the same on all ranks.
 
         Args:
             step: Number of the step, from 1.
-            found: Names of what differs, by rank, in the order in which a step computes it.
+            by_rank: Names of what differs, by rank, in the order in which a step computes it.
         """
-        stages = [_stage(names[0]) for names in found if names]
+        stages = [_stage(names[0]) for names in by_rank if names]
         if not stages:
             return
         self.differed += 1
-        ranks = [rank for rank, names in enumerate(found) if names and _stage(names[0]) == min(stages)]
-        names = list(dict.fromkeys(name for rank in ranks for name in found[rank]))
-        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(found)}"
+        ranks = [rank for rank, names in enumerate(by_rank) if names and _stage(names[0]) == min(stages)]
+        names = list(dict.fromkeys(name for rank in ranks for name in by_rank[rank]))
+        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(by_rank)}"
         one = "one of them" if len(ranks) > 1 else "that rank"
         cause = f"the hardware of {one} computes wrongly: leave its machine out"
         if not torch.are_deterministic_algorithms_enabled():
