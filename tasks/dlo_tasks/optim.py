@@ -295,9 +295,9 @@ def check_optimizer(name: str, schedule: str = "constant") -> None:
         DloError: If it does not; the message has the nearest name. If it must have no schedule.
     """
     known = list(dict.fromkeys([*OPTIMIZERS.names(), *(str(known) for known in list_optimizers())]))
-    found = optimizer_class(name)
-    check_schedule(found, schedule)
-    if found is None and name.lower().removeprefix("lookahead_") not in known:
+    cls = optimizer_class(name)
+    check_schedule(cls, schedule)
+    if cls is None and name.lower().removeprefix("lookahead_") not in known:
         others = [other for other in _imported() if other.lower() not in known]
         hint = unknown_hint(name, [*known, *others])
         path = "" if hint.endswith("?") else "; or the path of a class, such as torch.optim.RAdam"
@@ -345,23 +345,23 @@ def optimizer_class(name: str) -> type[Optimizer] | None:
     if module not in sys.modules:
         check_class_path(name, allowed_roots())  # An import runs code.
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        cls = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         raise DloError(f"optimizer '{name}' cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise DloError(f"optimizer must be the path of an optimizer class, such as torch.optim.AdamW, got '{name}'")
-    return found
+    return cls
 
 
 def _imported() -> dict[str, type[Optimizer]]:
     """Returns the imported optimizer classes by name."""
-    found: dict[str, type[Optimizer]] = {}
+    classes: dict[str, type[Optimizer]] = {}
     waiting: list[type[Optimizer]] = [Optimizer]
     while waiting:
         below = waiting.pop().__subclasses__()
-        found.update({cls.__name__: cls for cls in below if not inspect.isabstract(cls)})
+        classes.update({cls.__name__: cls for cls in below if not inspect.isabstract(cls)})
         waiting += below
-    return found
+    return classes
 
 
 def check_options(task: Any, layer_decay: float | None = None) -> None:

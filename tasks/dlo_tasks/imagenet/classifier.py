@@ -266,13 +266,13 @@ class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable
 
     def configure_callbacks(self) -> list[Callback]:
         """Returns the callbacks of the average of the weights (`ema_decay`), of the routers, and of the optimizer."""
-        found = optim.optimizer_callbacks(self.optimizer_name)
+        callbacks = optim.optimizer_callbacks(self.optimizer_name)
         if self.experts is not None:
-            found.append(RouterTraining(self.experts))
+            callbacks.append(RouterTraining(self.experts))
         if self.ema_decay is None:
-            return found
+            return callbacks
         self._ema = WeightEMA(self.ema_decay)
-        return [self._ema, *found]
+        return [self._ema, *callbacks]
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return optim.build_optimizer(
@@ -339,14 +339,14 @@ class ImageClassifier(Task, Distillable, KeepsBuffers, PrunesChannels, Resizable
         real = is_real(targets)
         hits = hits_at(outputs, targets, 5 if "acc5" in self.measures else 1)
         values = {"loss": cross_entropy(outputs, targets), "acc1": hits[:, 0], "acc5": hits.any(dim=1)}
-        found: dict[str, Metric | Tensor] = {}
+        metrics: dict[str, Metric | Tensor] = {}
         for name, measure in self.measures.items():
             assert isinstance(measure, SampleMean)
             measure.update(values[name], real)
-            found[name] = measure
+            metrics[name] = measure
         classes = targets.argmax(dim=1) if targets.is_floating_point() else targets
         self.confusion.update(outputs.argmax(dim=1), classes, real)
-        return found
+        return metrics
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Returns the class probabilities, `[B, C]`; independent ones with `bce`."""

@@ -321,14 +321,14 @@ def decode_files(files: Sequence[torch.Tensor], device: torch.device) -> list[to
     try:
         return list(decode_jpeg(list(files), mode=ImageReadMode.RGB, device=device))
     except RuntimeError:  # One of them is broken: find it.
-        found = []
+        images = []
         for file in files:
             try:
-                found.append(decode_jpeg(file, mode=ImageReadMode.RGB, device=device))
+                images.append(decode_jpeg(file, mode=ImageReadMode.RGB, device=device))
             except RuntimeError:
                 pixels = decode_pil(file.numpy().tobytes())
-                found.append(torch.from_numpy(pixels).permute(2, 0, 1).to(device))
-        return found
+                images.append(torch.from_numpy(pixels).permute(2, 0, 1).to(device))
+        return images
 
 
 def check_device_decoding(device: torch.device) -> None:

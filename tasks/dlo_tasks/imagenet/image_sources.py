@@ -70,9 +70,9 @@ class FolderSource:
         paths: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(class_names):
-            found = image_files(folder / name) if (folder / name).is_dir() else []
-            paths += [os.fsencode(path) for path in found]
-            labels += [label] * len(found)
+            files = image_files(folder / name) if (folder / name).is_dir() else []
+            paths += [os.fsencode(path) for path in files]
+            labels += [label] * len(files)
         self.labels = np.array(labels, dtype=np.int64)
         self._ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
         self._block = b"".join(paths)
@@ -99,7 +99,7 @@ class FolderSource:
 
 def image_files(folder: Path) -> list[str]:
     """Returns the image files of one class folder and its subfolders, as ``class/.../file``, sorted."""
-    found: list[str] = []
+    files: list[str] = []
     pending = [str(folder)]
     while pending:
         with os.scandir(pending.pop()) as entries:
@@ -107,8 +107,8 @@ def image_files(folder: Path) -> list[str]:
                 if entry.is_dir():
                     pending.append(entry.path)
                 elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-                    found.append(os.path.relpath(entry.path, folder.parent))
-    return sorted(found)
+                    files.append(os.path.relpath(entry.path, folder.parent))
+    return sorted(files)
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -232,9 +232,9 @@ def find_shards(root: Path | str, split: str, options: dict[str, Any]) -> list[s
         return list(map(str, sorted(folder.glob(f"{split}-*.tar")) + sorted((folder / split).glob("*.tar"))))
     base = str(root).rstrip("/")
     for place, name in ((base, f"{split}-*.tar"), (f"{base}/{split}", "*.tar")):
-        found = [each for each in find_files(place, options) if fnmatch(each.rpartition("/")[2], name)]
-        if found:
-            return found
+        shards = [each for each in find_files(place, options) if fnmatch(each.rpartition("/")[2], name)]
+        if shards:
+            return shards
     return []
 
 
@@ -258,9 +258,9 @@ def load_index(file: LocalFile | RemoteFile, storage: Storage, class_names: list
             np.savez(written, **index._asdict())
 
     build_once(path, build, f"indexing {file.name}", lambda: _read_index(path) is not None)
-    found = _read_index(path)
-    assert found is not None
-    return found
+    shard_index = _read_index(path)
+    assert shard_index is not None
+    return shard_index
 
 
 def _read_index(path: Path) -> ShardIndex | None:
@@ -309,10 +309,10 @@ def parse_label(content: bytes, suffix: str, where: str, class_names: list[str] 
         label = content.decode().strip()
         if suffix == ".json":
             record = json.loads(label)
-            found = next((record[k] for k in ("label", "cls", "class") if k in record), None)
-            if not isinstance(found, int | str):
+            entry = next((record[k] for k in ("label", "cls", "class") if k in record), None)
+            if not isinstance(entry, int | str):
                 raise ValueError
-            label = str(found)
+            label = str(entry)
         if class_names is not None and label in class_names:
             return class_names.index(label)
         number = int(label)

@@ -53,12 +53,12 @@ def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
 
     def size_of(index: int) -> Size:
         try:
-            found = read_size(source.read(index, _HEAD)) or read_size(source.read(index))
+            size = read_size(source.read(index, _HEAD)) or read_size(source.read(index))
         except OSError:
-            found = None
-        if found is None and not skip_corrupt:
+            size = None
+        if size is None and not skip_corrupt:
             raise CorruptImageError(f"corrupt image {source.name(index)} (index {index}); set on_corrupt=skip")
-        return found or (1, 1)
+        return size or (1, 1)
 
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(size_of, range(len(source))))
@@ -130,16 +130,16 @@ def equal_batches(bounds: Sequence[int], batch_size: int, ranks: int) -> list[tu
         batch_size: Maximum number of samples in a batch.
         ranks: Number of ranks that share the batches.
     """
-    found = [
+    batches = [
         (start, min(start + batch_size, past))
         for first, past in itertools.pairwise(bounds)
         for start in range(first, past, batch_size)
     ]
-    while len(found) % ranks:
-        number = max(range(len(found)), key=lambda number: found[number][1] - found[number][0])
-        start, stop = found[number]
+    while len(batches) % ranks:
+        number = max(range(len(batches)), key=lambda number: batches[number][1] - batches[number][0])
+        start, stop = batches[number]
         if stop - start == 1:
             break
         middle = (start + stop + 1) // 2
-        found[number : number + 1] = [(start, middle), (middle, stop)]
-    return found
+        batches[number : number + 1] = [(start, middle), (middle, stop)]
+    return batches

@@ -146,8 +146,10 @@ def grids_of(module: Any) -> GridRecord:
 
 def resize_tokens(embedding: Tensor, old: Size, new: Size, prefix: int = 0) -> Tensor:
     """Returns position embeddings of tokens, [1, prefix + H * W, C], for another map, as :func:`resize_map`."""
-    found: Tensor = resample_abs_pos_embed(embedding, new_size=list(new), old_size=list(old), num_prefix_tokens=prefix)
-    return found
+    resized: Tensor = resample_abs_pos_embed(
+        embedding, new_size=list(new), old_size=list(old), num_prefix_tokens=prefix
+    )
+    return resized
 
 
 def resize_map(embedding: Tensor, size: Size) -> Tensor:
@@ -172,8 +174,8 @@ def resize_table(table: Tensor, old: Size, new: Size) -> Tensor:
         torch.tensor(_stretch(2 * was - 1, 2 * side - 1), dtype=torch.float64).to(table.device, table.dtype)
         for was, side in zip(old, new, strict=True)
     )
-    found = torch.einsum("yr,rch,xc->yxh", down, inner.view(rows, columns, -1), across)
-    return torch.cat([found.flatten(0, 1), extra])
+    resized = torch.einsum("yr,rch,xc->yxh", down, inner.view(rows, columns, -1), across)
+    return torch.cat([resized.flatten(0, 1), extra])
 
 
 @functools.cache
@@ -293,11 +295,11 @@ class _SizedEva(SizedModel):
 def _rotations(rope: nn.Module, grid: Size) -> nn.Module:
     """Returns a module with the same parameters for another grid."""
     rope = rope._modules.get("module") or rope  # The placeholder of a pipeline's stage has the module's attributes.
-    found: Any = copy.copy(rope)
-    vars(found)["_buffers"] = dict(rope._buffers)
-    vars(found)["_non_persistent_buffers_set"] = set(rope._non_persistent_buffers_set)
-    found.update_feat_shape(grid)
-    return found
+    resized: Any = copy.copy(rope)
+    vars(resized)["_buffers"] = dict(rope._buffers)
+    vars(resized)["_non_persistent_buffers_set"] = set(rope._non_persistent_buffers_set)
+    resized.update_feat_shape(grid)
+    return resized
 
 
 class _SizedPit(SizedModel):
@@ -385,8 +387,8 @@ class _SizedBeitBias:
         own = tuple(module.window_size)
         grid = grids_of(module).latest or own
         with substituted(module, {} if grid == own else _beit_values(module, grid)):
-            found: Tensor = super().forward()  # type: ignore[misc]
-        return found
+            bias: Tensor = super().forward()  # type: ignore[misc]
+        return bias
 
 
 class _SizedRelPos:
@@ -397,8 +399,8 @@ class _SizedRelPos:
         own = tuple(module.window_size)
         grid = vars(module).get(_WINDOW, own)
         with substituted(module, {} if grid == own else _bias_values(module, grid)):
-            found: Tensor = super().get_bias()  # type: ignore[misc]
-        return found
+            bias: Tensor = super().get_bias()  # type: ignore[misc]
+        return bias
 
 
 def _bias_values(module: Any, grid: Size) -> dict[str, Any]:

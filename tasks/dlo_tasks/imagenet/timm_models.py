@@ -80,8 +80,8 @@ def read_mlp(mlp: nn.Module) -> DenseMLP | None:
 def dense_mlps(model: nn.Module) -> list[nn.Module]:
     """Returns the MLPs of a model outside its mixtures."""
     inside = {id(part) for module in model.modules() if isinstance(module, MixtureLayer) for part in module.modules()}
-    found = (module for name, module in model.named_modules() if name.endswith(".mlp"))
-    return [module for module in found if id(module) not in inside]
+    mlps = (module for name, module in model.named_modules() if name.endswith(".mlp"))
+    return [module for module in mlps if id(module) not in inside]
 
 
 #: Argument for the width of a head, beside `num_heads`; timm (1.0) takes it through `attn_layer` only.
@@ -111,7 +111,7 @@ def check_name(name: str, *, pretrained: bool) -> None:
             f" (python -c 'import timm; print(timm.list_models())' lists all {len(names)})"
         )
     weights = [full.partition(".") for full in timm.list_pretrained(architecture + "*")]
-    tags = [found for known, _, found in weights if known == architecture]
+    tags = [weights_tag for known, _, weights_tag in weights if known == architecture]
     if tag and tag not in tags:
         raise DloError(f"timm has no weights '{tag}' of {architecture}{unknown_hint(tag, tags)}")
 
@@ -472,15 +472,15 @@ def channel_groups(model: Any) -> list[ChannelGroup]:
     Raises:
         DloError: The model has no such blocks, or a layer of a block mixes its channels.
     """
-    found = []
+    groups = []
     for name, block in model.named_modules():
         if isinstance(block, Bottleneck):
             _check(block, name, depthwise=(), dense=("conv1", "conv2", "conv3"), norms=("bn1", "bn2"))
-            found.append(_group(block, name, ("conv1",), ("bn1",), ("conv2",)))
-            found.append(_group(block, name, ("conv2",), ("bn2",), ("conv3",)))
+            groups.append(_group(block, name, ("conv1",), ("bn1",), ("conv2",)))
+            groups.append(_group(block, name, ("conv2",), ("bn2",), ("conv3",)))
         elif isinstance(block, BasicBlock):
             _check(block, name, depthwise=(), dense=("conv1", "conv2"), norms=("bn1",))
-            found.append(_group(block, name, ("conv1",), ("bn1",), ("conv2",)))
+            groups.append(_group(block, name, ("conv1",), ("bn1",), ("conv2",)))
         elif isinstance(block, MbConvBlock):
             _check(block, name, ("conv2_kxk",), ("conv1_1x1", "conv3_1x1"), ("norm1", "norm2"))
             attention = next((key for key in ("se", "se_early") if getattr(block, key, None) is not None), None)
@@ -489,16 +489,16 @@ def channel_groups(model: Any) -> list[ChannelGroup]:
                 squeeze = block.get_submodule(attention)
                 if not isinstance(squeeze, SEModule) or not isinstance(squeeze.bn, nn.Identity) or squeeze.add_maxpool:
                     raise _mixes(f"{name}.{attention}", squeeze)
-                found.append(_group(block, name, (f"{attention}.fc1",), (), (f"{attention}.fc2",)))
+                groups.append(_group(block, name, (f"{attention}.fc1",), (), (f"{attention}.fc2",)))
                 writers.append(f"{attention}.fc2")
                 readers.append(f"{attention}.fc1")
-            found.append(_group(block, name, tuple(writers), ("norm1", "conv2_kxk", "norm2"), tuple(readers)))
-    if not found:
+            groups.append(_group(block, name, tuple(writers), ("norm1", "conv2_kxk", "norm2"), tuple(readers)))
+    if not groups:
         raise DloError(
             "prune: the model must have blocks of timm's ResNets or MBConv blocks (CoAtNet, MaxViT) for --channels, got"
             f" {type(model).__name__} without; prune hidden units or blocks, or use the callback Prune"
         )
-    return found
+    return groups
 
 
 def _group(

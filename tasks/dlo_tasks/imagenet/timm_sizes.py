@@ -102,8 +102,8 @@ class _SizedBottleneckAttn:
                 offsets = getattr(table, name).T[None]  # [1, dim_head, 2 * side - 1]
                 values[name] = F.interpolate(offsets, 2 * side - 1, mode="linear", align_corners=False)[0].T
         with substituted(table, values):
-            found: Tensor = super().forward(x)  # type: ignore[misc]
-        return found
+            attended: Tensor = super().forward(x)  # type: ignore[misc]
+        return attended
 
 
 def _free_vit(vit: VisionTransformer) -> None:
@@ -143,9 +143,9 @@ _WINDOW, _WINDOWS = "_dlo_window", "_dlo_windows"
 
 def free_windows(model: nn.Module) -> bool:
     """Makes a model of these families accept any size that its windows divide; returns whether it is one."""
-    found: Any = model
+    timm_model: Any = model
     if isinstance(model, GlobalContextVit):
-        for stage in found.stages:
+        for stage in timm_model.stages:
             for block in stage.blocks:
                 _keep_windows(block, stage.feat_size, block.window_size)
                 derive(block, _SizedBlock)
@@ -153,8 +153,8 @@ def free_windows(model: nn.Module) -> bool:
         return True
     if not isinstance(model, MaxxVit):
         return False
-    for stage, known in zip(found.stages, found.feature_info[1:], strict=True):
-        cells = tuple(side // known["reduction"] for side in found.img_size)
+    for stage, known in zip(timm_model.stages, timm_model.feature_info[1:], strict=True):
+        cells = tuple(side // known["reduction"] for side in timm_model.img_size)
         for part in stage.modules():
             if isinstance(part, _Partition):
                 _keep_windows(part, cells, part.partition_size)
@@ -167,14 +167,14 @@ def free_windows(model: nn.Module) -> bool:
 
 def window_multiples(model: nn.Module) -> list[int]:
     """Returns the divisors of a model's heights and widths: each map must have its number of windows."""
-    found: Any = model
+    timm_model: Any = model
     if isinstance(model, GlobalContextVit):
-        maps = [(4 * 2**level, stage.blocks) for level, stage in enumerate(found.stages)]
+        maps = [(4 * 2**level, stage.blocks) for level, stage in enumerate(timm_model.stages)]
         return [stride * count for stride, blocks in maps for block in blocks for count in _windows(block)]
     if not isinstance(model, MaxxVit):
         return []
-    multiples = [int(found.feature_info[-1]["reduction"])]
-    for stage, known in zip(found.stages, found.feature_info[1:], strict=True):
+    multiples = [int(timm_model.feature_info[-1]["reduction"])]
+    for stage, known in zip(timm_model.stages, timm_model.feature_info[1:], strict=True):
         parts = [part for part in stage.modules() if isinstance(part, _Partition)]
         multiples += [known["reduction"] * count for part in parts for count in _windows(part)]
     return multiples
@@ -187,8 +187,8 @@ def _keep_windows(part: nn.Module, cells: tuple[int, ...], window: tuple[int, ..
 
 def _windows(part: nn.Module) -> Size:
     """Returns the rows and columns of windows in a map; they stay at other sizes."""
-    found: Size = vars(part).get(_WINDOWS, (1, 1))
-    return found
+    windows: Size = vars(part).get(_WINDOWS, (1, 1))
+    return windows
 
 
 class _SizedPartition(SizedModule):
@@ -227,8 +227,8 @@ class _SizedBias:
         part: Any = self
         window = vars(part).get(_WINDOW, tuple(part.window_size))
         if window == tuple(part.window_size):
-            found: Tensor = super().get_bias()  # type: ignore[misc]
-            return found
+            bias: Tensor = super().get_bias()  # type: ignore[misc]
+            return bias
         return bias_at(part, *window)
 
 
@@ -253,8 +253,8 @@ def bias_at(rel_pos: _Biases, height: int, width: int) -> Tensor:
     table = table[None] if by_head else table.view(1, rows, columns, -1).permute(0, 3, 1, 2)
     # Not antialiased: so it has a deterministic gradient on CUDA, and at up to half the size every entry is used.
     table = F.interpolate(table, size, mode="bilinear", align_corners=False)
-    found = expand_relative_bias(table[0].permute(1, 2, 0))
-    return found[0] if by_head else found
+    expanded = expand_relative_bias(table[0].permute(1, 2, 0))
+    return expanded[0] if by_head else expanded
 
 
 def expand_relative_bias(table: Tensor) -> Tensor:

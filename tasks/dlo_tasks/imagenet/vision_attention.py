@@ -93,13 +93,13 @@ class MaskedAttention:
             DloError: If the model passes a mask of its own, or computes attention by other operations.
         """
         with _MaskedCalls(self) as calls:  # type: ignore[arg-type]
-            found = super().forward(*args, **kwargs)  # type: ignore[misc]
+            attended = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not calls.count:
             raise DloError(
                 f"attention.mask must have attention by scaled_dot_product_attention, got {type(self).__name__} without"
                 " it; remove the mask"
             )
-        return found
+        return attended
 
 
 def read_option(option: Attention | Mapping[str, Any] | None) -> Attention | None:
@@ -108,10 +108,10 @@ def read_option(option: Attention | Mapping[str, Any] | None) -> Attention | Non
     Raises:
         DloError: If the kernel is only for language models.
     """
-    found = Attention.from_settings(option) if isinstance(option, Mapping) else option
-    if found is not None and found.kernel == "varlen":
+    attention = Attention.from_settings(option) if isinstance(option, Mapping) else option
+    if attention is not None and attention.kernel == "varlen":
         raise DloError("attention.kernel must be for images, got varlen, which packs documents; set kernel: auto")
-    return found
+    return attention
 
 
 def masked_vision_model(model: nn.Module, option: Attention | None, device: torch.device | None) -> Kernel | None:

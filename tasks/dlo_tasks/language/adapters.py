@@ -122,13 +122,13 @@ def lora_targets(model: nn.Module, head: nn.Module, targets: Sequence[str] | Non
     Raises:
         DloError: If a target matches no projection; the message has the nearest name.
     """
-    found = projections(model)
-    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name, module in found.items() if module is not head))
+    by_name = projections(model)
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name, module in by_name.items() if module is not head))
     if targets is None:
         return leaves
-    every = list(dict.fromkeys(name.rpartition(".")[2] for name in found))
+    every = list(dict.fromkeys(name.rpartition(".")[2] for name in by_name))
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in found):
+        if not any(name == target or name.endswith(f".{target}") for name in by_name):
             hint = did_you_mean(target, every)
             raise DloError(f"lora.targets must be among {', '.join(every)}, got {target}{hint or '; change it'}")
     return list(targets)
@@ -229,13 +229,13 @@ def merge_adapters(model: nn.Module) -> None:
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the adapters' weights, under the names that `peft.PeftModel.from_pretrained` reads."""
-    found = {}
+    state = {}
     for name, tensor in model.state_dict().items():
         if ".lora_" in name:
             # DoRA's magnitude, a weight of a module, has the name of the module.
             name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
-            found[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = tensor.detach().contiguous()
-    return found
+            state[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = tensor.detach().contiguous()
+    return state
 
 
 # --- base weights in 4 bits ----------------------------------------------------------------------------------
@@ -339,5 +339,5 @@ def read_codes(saved: LazyStateDict, stored: str, layer: FourBitLinear, key: str
             box_of_weight = Box(box_of_weight.offsets[::-1], box_of_weight.sizes[::-1])
         weight: Tensor = torch.empty(box_of_weight.sizes, dtype=layer.source_dtype, device=view.device)
         saved.read_part(stored, box_of_weight, weight)
-        found = layer.quantise(weight.t().contiguous() if layer.transposed else weight)[key]
-        view.copy_(found.narrow(1, column - first // per_entry, columns))
+        quantised = layer.quantise(weight.t().contiguous() if layer.transposed else weight)[key]
+        view.copy_(quantised.narrow(1, column - first // per_entry, columns))

@@ -420,14 +420,14 @@ def count_rows(batch: Any) -> dict[str, Rows]:
     Args:
         batch: Batch, usually a dict with `labels` and `position_ids`, `[B, L]`.
     """
-    found: dict[str, Rows] = {}
+    counts: dict[str, Rows] = {}
     if isinstance(batch, Mapping):
         labels, positions = batch.get("labels"), batch.get("position_ids")
         if isinstance(labels, Tensor) and labels.device.type == "cpu" and labels.ndim == 2:
-            found["labels"] = [(number,) for number in (labels != IGNORE_INDEX).sum(dim=1).tolist()]
+            counts["labels"] = [(number,) for number in (labels != IGNORE_INDEX).sum(dim=1).tolist()]
         if isinstance(positions, Tensor) and positions.device.type == "cpu" and positions.ndim == 2:
-            found["position_ids"] = [tuple(row) for row in _documents_of_rows(positions).tolist()]
-    return found
+            counts["position_ids"] = [tuple(row) for row in _documents_of_rows(positions).tolist()]
+    return counts
 
 
 def attach_counts(batch: Any, counts: Mapping[str, Rows]) -> None:
@@ -452,8 +452,8 @@ def count_documents(position_ids: Tensor) -> Documents:
     """Returns the documents of `position_ids [B, L]`, with at most one transfer from the device."""
     rows = _left_with(position_ids)
     if rows is None:
-        found = _documents_of_rows(position_ids)
-        return Documents(*torch.stack([found[:, 0].sum(), found[:, 1].amax(), found[:, 2].amax()]).tolist())
+        counts = _documents_of_rows(position_ids)
+        return Documents(*torch.stack([counts[:, 0].sum(), counts[:, 1].amax(), counts[:, 2].amax()]).tolist())
     numbers, lengths, falls = zip(*rows, strict=True)
     return Documents(sum(numbers), max(lengths), max(falls))
 

@@ -85,15 +85,15 @@ class CausalLM(GenerativeLM, CompletesBatches):
             DloError: If rows hold several documents and the model would let them attend to each other.
         """
         names = ("input_ids", "position_ids", "attention_mask")
-        found = {name: batch[name] for name in names if batch.get(name) is not None}
-        positions = batch.get(FULL_POSITIONS, found.get("position_ids"))
-        described = found if positions is None else found | {"position_ids": positions}
+        arguments = {name: batch[name] for name in names if batch.get(name) is not None}
+        positions = batch.get(FULL_POSITIONS, arguments.get("position_ids"))
+        described = arguments if positions is None else arguments | {"position_ids": positions}
         told = families.document_arguments(self.model, described, packs=self._traits.isolates_documents)  # type: ignore[arg-type]
-        if self._traits.isolation is not None and "attention_mask" not in found:
+        if self._traits.isolation is not None and "attention_mask" not in arguments:
             told["documents"] = families.isolated_documents(positions)
         if not self._traits.positions_from_0:
-            found.pop("position_ids", None)
-        return (), found | told
+            arguments.pop("position_ids", None)
+        return (), arguments | told
 
     def forward(self, documents: DocumentSpans | None = None, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the hidden states before the head, `[B, L, D]`; the logits of all tokens are never computed at once.

@@ -229,13 +229,13 @@ def mixers(blocks: nn.ModuleList) -> Iterator[nn.Module]:
 
 def position_embeddings(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that embed absolute positions: tables, learned or of sines, but no rotary frequencies."""
-    found: list[tuple[str, nn.Module]] = []
+    embeddings: list[tuple[str, nn.Module]] = []
     for name, part in model.named_modules():
         kind, own = type(part).__name__, name.rpartition(".")[2]
         is_named = "PositionalEmbedding" in kind or own in ("embed_positions", "position_embeddings", "wpe")
-        if is_named and "Rotary" not in kind and not any(name.startswith(f"{other}.") for other, _ in found):
-            found.append((name, part))
-    return [part for _, part in found]
+        if is_named and "Rotary" not in kind and not any(name.startswith(f"{other}.") for other, _ in embeddings):
+            embeddings.append((name, part))
+    return [part for _, part in embeddings]
 
 
 def _add_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,13 +340,13 @@ class _ByRows:
                 f" {self._name}, got {list(tensors[0].shape)}; set sequence_parallel: false, or"
                 " data.init_args.packing to none"
             )
-        found = []
+        by_group = []
         with documents_of(None):
             for tokens in spans.groups:
                 own_args = [_rows(value, tokens, spans) for value in args]
                 own = {name: _rows(value, tokens, spans) for name, value in kwargs.items() if name not in _BOUNDARIES}
-                found.append(self._of_rows(*own_args, **own))
-        return _joined(found, spans)
+                by_group.append(self._of_rows(*own_args, **own))
+        return _joined(by_group, spans)
 
 
 def _rows(value: Any, tokens: Tensor, spans: DocumentSpans) -> Any:
@@ -373,15 +373,15 @@ def _rows(value: Any, tokens: Tensor, spans: DocumentSpans) -> Any:
     return value
 
 
-def _joined(found: list[Any], spans: DocumentSpans) -> Any:
+def _joined(by_group: list[Any], spans: DocumentSpans) -> Any:
     """Returns the result of all calls, in the order of the tokens."""
-    first = found[0]
+    first = by_group[0]
     if isinstance(first, tuple | list):
-        return type(first)(_joined(list(parts), spans) for parts in zip(*found, strict=True))
+        return type(first)(_joined(list(parts), spans) for parts in zip(*by_group, strict=True))
     if not isinstance(first, Tensor) or first.ndim < 2:
-        return found[-1]
-    for part, tokens in zip(found, spans.groups, strict=True):
+        return by_group[-1]
+    for part, tokens in zip(by_group, spans.groups, strict=True):
         if part.shape[:2] != tokens.shape:
-            return found[-1]  # no value per token, such as attention weights, which nothing reads
-    results = torch.cat([part.flatten(0, 1) for part in found])
+            return by_group[-1]  # no value per token, such as attention weights, which nothing reads
+    results = torch.cat([part.flatten(0, 1) for part in by_group])
     return results[spans.places].view(*spans.position_ids.shape, *first.shape[2:])

@@ -105,7 +105,7 @@ def decoder_states(
         masks = segment_masks(model, encoder_segment_ids, decoder_segment_ids)
     own: Any = model
     source = own.get_encoder()(input_ids=input_ids, attention_mask=masks[0])[0]
-    found: Tensor = own.get_decoder()(
+    states: Tensor = own.get_decoder()(
         input_ids=decoder_input_ids,
         attention_mask=masks[1],
         encoder_hidden_states=source,
@@ -114,7 +114,7 @@ def decoder_states(
     )[0]
     config: Any = model.config
     switch = config.model_type == "switch_transformers" and config.tie_word_embeddings
-    return found * config.d_model**-0.5 if switch or text_settings(config).scale_decoder_outputs else found
+    return states * config.d_model**-0.5 if switch or text_settings(config).scale_decoder_outputs else states
 
 
 def segment_masks(model: PreTrainedModel, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -151,8 +151,8 @@ def _in_form(seen: Tensor, form: MaskForm | None, model: PreTrainedModel) -> Ten
 
 def encode(model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Returns the hidden states before the head, `[B, L, D]`."""
-    found: Tensor = language_models.find_base_model(model)(**inputs)[0]
-    return found
+    hidden: Tensor = language_models.find_base_model(model)(**inputs)[0]
+    return hidden
 
 
 # --- the head ---------------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ class HeadStage:
             replaced.enter_context(_replaced(model, base, _Given(hidden[None])))
             if self._projects:
                 replaced.enter_context(_replaced(model, projection, nn.Identity()))
-            found = type(model).forward(model, input_ids=tokens)
-        output: Tensor = found[0] if isinstance(found, tuple) else found.logits
+            outputs = type(model).forward(model, input_ids=tokens)
+        output: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.logits
         return output[0]
 
 

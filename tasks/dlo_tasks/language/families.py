@@ -148,8 +148,8 @@ def matches_dense_mask(model: PreTrainedModel) -> bool:
         expected = language_models.hidden_states(twin, input_ids=rows, position_ids=positions)
         twin.set_attn_implementation(packed_attention.NAME)
         told = packed_attention.attention_arguments(twin, positions)
-        found = language_models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
-        return "cu_seq_lens_q" in told and near(found, expected)
+        packed = language_models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
+        return "cu_seq_lens_q" in told and near(packed, expected)
     except (*FORWARD_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
 
@@ -190,12 +190,12 @@ def probe_traits(model: PreTrainedModel) -> Traits:
         # The caller may be under the meta device, and dtypes of computed constants are those of the weights.
         with torch.device(tried.device), default_dtype(None if tried is model else torch.float32):
             _check_causal(tried)
-            found = Traits(
+            traits = Traits(
                 isolates_documents=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
                 positions_from_0=_counts_from_0(tried),
                 has_linear_head=_projects(tried),
             )
-            return found if found.isolates_documents or flash else _isolated(tried, found)
+            return traits if traits.isolates_documents or flash else _isolated(tried, traits)
     except DloError:
         raise
     except FORWARD_FAILURES as error:
@@ -222,8 +222,8 @@ def probe_encoder_decoder(model: PreTrainedModel) -> Traits:
             tokens = ordinary_tokens(tried)
             rows = torch.tensor([tokens, tokens[::-1]])
             inputs = {"input_ids": rows, "decoder_input_ids": rows[:, :4]}
-            found = decoder_states(tried, **inputs)
-            projects = _is_head_of(tried, found, language_models.logits(tried, **inputs))
+            hidden = decoder_states(tried, **inputs)
+            projects = _is_head_of(tried, hidden, language_models.logits(tried, **inputs))
             apart = projects and not is_flash(tried) and _segments_keep_apart(tried, rows)
             return Traits(isolates_documents=apart, positions_from_0=True, has_linear_head=projects)
     except FORWARD_FAILURES:  # such as a decoder that takes its inputs by other names
@@ -278,17 +278,17 @@ def _counts_from_0(model: PreTrainedModel) -> bool:
 
 def _projects(model: PreTrainedModel) -> bool:
     tokens = torch.tensor([ordinary_tokens(model)], device=model.device)
-    found = language_models.hidden_states(model, input_ids=tokens)
+    hidden = language_models.hidden_states(model, input_ids=tokens)
     logits = language_models.logits(model, input_ids=tokens)
-    return _is_head_of(model, found, logits)
+    return _is_head_of(model, hidden, logits)
 
 
-def _is_head_of(model: PreTrainedModel, found: Tensor, logits: Tensor) -> bool:
+def _is_head_of(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> bool:
     """Returns whether logits are the head's output for these hidden states."""
     head = language_models.find_head(model)
-    if found.shape[-1] != getattr(head.module, "in_features", found.shape[-1]):
+    if hidden.shape[-1] != getattr(head.module, "in_features", hidden.shape[-1]):
         return False
-    made = head.logits(found).to(model.dtype)
+    made = head.logits(hidden).to(model.dtype)
     return made.shape == logits.shape and near(made, logits)
 
 
@@ -319,13 +319,13 @@ def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
                 torch.cat([language_models.hidden_states(twin, input_ids=part[None])[0] for part in row])
                 for row in parts
             ]
-            found = document_isolation.find_isolation(twin, positions, run, torch.stack(alone), find_blocks)
+            isolation = document_isolation.find_isolation(twin, positions, run, torch.stack(alone), find_blocks)
     except FORWARD_FAILURES:  # such as buffers that a family makes from values that the meta device does not have
         return traits
-    if found is None:
+    if isolation is None:
         return traits
-    positions_from_0 = traits.positions_from_0 and not found.gathers_positions
-    return traits._replace(isolates_documents=True, positions_from_0=positions_from_0, isolation=found)
+    positions_from_0 = traits.positions_from_0 and not isolation.gathers_positions
+    return traits._replace(isolates_documents=True, positions_from_0=positions_from_0, isolation=isolation)
 
 
 def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:

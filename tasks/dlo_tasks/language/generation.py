@@ -272,17 +272,17 @@ def staged_forward(model: PreTrainedModel, pipelined: Any, sources: Tensor | Non
             caches.extend(copy.deepcopy(kept[name]) for _ in range(pipelined.stages_per_rank - 1))
         stages = iter(caches)
 
-        def logits(part: dict[str, Tensor]) -> Tensor:  # Called for each stage of this rank, in their order.
+        def run_stage(part: dict[str, Tensor]) -> Tensor:  # Called for each stage of this rank, in their order.
             cache = {} if name is None else {name: next(stages)}
-            found: Tensor = own(**{**kept, **cache}, **part).logits
-            return found
+            stage_logits: Tensor = own(**{**kept, **cache}, **part).logits
+            return stage_logits
 
-        found = pipelined.run_on_all_ranks(sent, logits)
+        logits = pipelined.run_on_all_ranks(sent, run_stage)
         if name is None:
-            return CausalLMOutputWithPast(logits=found)
+            return CausalLMOutputWithPast(logits=logits)
         for cache in caches:
-            _count_tokens(cache, found)
-        return CausalLMOutputWithPast(logits=found, **{name if name in names else _CACHES[1]: caches[0]})
+            _count_tokens(cache, logits)
+        return CausalLMOutputWithPast(logits=logits, **{name if name in names else _CACHES[1]: caches[0]})
 
     model.forward = forward
     try:
@@ -315,15 +315,15 @@ def find_prompts(batch: Any, prompt_tokens: int | None) -> list[list[int]]:
     ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     mask = batch.get("attention_mask")
     masks = [[1] * len(row) for row in ids] if mask is None else mask.tolist()
-    found = []
+    prompts = []
     for row, targets, kept in zip(ids, labels, masks, strict=True):
         length = prompt_tokens
         if length is None:  # The label at a position is the next token.
             length = 1 + next((place for place, target in enumerate(targets) if target != IGNORE_INDEX), 0)
         begin = next((place for place, is_token in enumerate(kept) if is_token), 0)
         end = max(begin + 1, length if prompt_tokens is None else begin + length)
-        found.append(row[begin:end])
-    return found
+        prompts.append(row[begin:end])
+    return prompts
 
 
 def draw_for_rows(batch: Any, count: int, seed: int) -> Tensor:

@@ -106,13 +106,13 @@ class GenerativeLM(LanguageModel, Generates):
         with full_sequences(contract_of(self.trainer.strategy)):
             written = self._complete_ids(ids, mask, self.sampling)
         numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
-        found: list[dict[str, Any]] = []
+        predictions: list[dict[str, Any]] = []
         for number, prompt, kept, row in zip(numbers, ids, mask, written, strict=True):
             if number >= 0:
                 parts = {} if self.tokenizer is None else {"prompt": prompt[kept.bool()], "completion": row}
                 texts = {name: self.tokenizer.decode(ids, skip_special_tokens=True) for name, ids in parts.items()}
-                found.append({"index": number, **texts, "tokens": row.tolist()})
-        return found
+                predictions.append({"index": number, **texts, "tokens": row.tolist()})
+        return predictions
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Prints the first completions."""

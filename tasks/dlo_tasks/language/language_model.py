@@ -355,8 +355,8 @@ class LanguageModel(
 
     def configure_callbacks(self) -> list[Callback]:
         """Returns the callbacks that the optimizer and the routers need."""
-        found = optim.optimizer_callbacks(self.optimizer_name)
-        return found if self.experts is None else [*found, RouterTraining(self.experts)]
+        callbacks = optim.optimizer_callbacks(self.optimizer_name)
+        return callbacks if self.experts is None else [*callbacks, RouterTraining(self.experts)]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
@@ -441,7 +441,7 @@ class LanguageModel(
         Neither model's logits are in memory for all tokens; see :mod:`dlo_tasks.language.vocabulary_distillation`.
         """
         labels = sparse_attention.targets(self.attention, batch)
-        ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
+        ours, theirs = (states[0] if isinstance(states, tuple) else states for states in (outputs, teacher_outputs))
         count = self._count_targets(labels)
         with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
             total, agreed = vocabulary_distillation.summed_distillation(
@@ -479,13 +479,13 @@ class LanguageModel(
 
     def _measure(self, values: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Metric | Tensor]:
         """Updates metrics by the arguments of each, and returns these metrics."""
-        found: dict[str, Metric | Tensor] = {}
+        metrics: dict[str, Metric | Tensor] = {}
         for name, update in values.items():
             measure = self.measures[name]
             assert isinstance(measure, Metric)
             measure.update(*update)
-            found[name] = measure
-        return found
+            metrics[name] = measure
+        return metrics
 
     # --- the run -------------------------------------------------------------------------------------------
 

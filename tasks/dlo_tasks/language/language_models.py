@@ -154,8 +154,8 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
 
 def public_configs() -> dict[str, dict[str, Any]]:
     """Returns `config` and the number of `parameters` of each model that dlo's recipes name, by hub name."""
-    found: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("public_configs.yaml"))
-    return found
+    configs: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("public_configs.yaml"))
+    return configs
 
 
 def _read_own_config(model: str) -> PretrainedConfig:
@@ -204,9 +204,9 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
 
 def text_config(config: PretrainedConfig) -> Any:
     """Returns the sub-config of the text model, or the config itself where it has none."""
-    found = config.get_text_config(decoder=True)
+    sub_config = config.get_text_config(decoder=True)
     # For a flat encoder-decoder config transformers returns a copy, which is not the model's.
-    return found if any(found is part for part in vars(config).values()) else config
+    return sub_config if any(sub_config is part for part in vars(config).values()) else config
 
 
 def model_vocabulary_size(config: PretrainedConfig) -> int:
@@ -299,27 +299,29 @@ def build_model(
     try:
         if model is None or torch.get_default_device().type == "meta":
             if narrow is not None:
-                found = narrow._from_config(config, **options)
+                language_model = narrow._from_config(config, **options)
             else:
-                found = auto.from_config(config, trust_remote_code=False, **options)
+                language_model = auto.from_config(config, trust_remote_code=False, **options)
         else:
             source: Any = narrow or auto
             options["trust_remote_code"] = False
             with limit_progress_bars():
-                found = source.from_pretrained(_path(model), config=config, use_safetensors=True, **options).train()
+                language_model = source.from_pretrained(
+                    _path(model), config=config, use_safetensors=True, **options
+                ).train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else config.model_type
         fits = [TASKS[other] for other, name in AUTO_CLASSES.items() if _builds(getattr(transformers, name), config)]
         fix = f"; use {' or '.join(fits)}" if fits and TASKS[kind] not in fits else ""
         raise DloError(f"cannot build a {kind} language model from {what}: {first_line(error)}{fix}") from error
-    if dtype == torch.float64 and found.config._attn_implementation == "eager":
-        _bound_eager_masks(found)
+    if dtype == torch.float64 and language_model.config._attn_implementation == "eager":
+        _bound_eager_masks(language_model)
     if text_settings(config).rescale_every > 0:
         # RWKV divides its weights in evaluation, for the range of float16, and checkpoints would have them so.
-        base: Any = find_base_model(found)
+        base: Any = find_base_model(language_model)
         base.config = copy.copy(base.config)
         base.config.rescale_every = 0
-    return found
+    return language_model
 
 
 def _builds(auto: Any, config: PretrainedConfig) -> bool:
@@ -416,14 +418,14 @@ def check_softcap(softcap: float | None, config: PretrainedConfig) -> None:
 
 def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
     """Returns the hidden states before the head, `[B, L, D]`, computed without a KV cache."""
-    found: torch.Tensor = find_base_model(model)(**inputs, use_cache=False)[0]
-    return found
+    hidden: torch.Tensor = find_base_model(model)(**inputs, use_cache=False)[0]
+    return hidden
 
 
 def logits(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
     """Returns the model's own logits of all tokens, `[B, L, V]`, computed without a KV cache."""
-    found: torch.Tensor = model(**inputs, use_cache=False).logits
-    return found
+    token_logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return token_logits
 
 
 def find_base_model(model: PreTrainedModel) -> nn.Module:

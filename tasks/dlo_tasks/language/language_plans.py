@@ -123,14 +123,14 @@ def encoder_decoder_plan(model: PreTrainedModel) -> ParallelPlan:
     own: Any = model
     stacks = [own.get_encoder(), own.get_decoder()]
     lists = [(_name_of(model, stack), _largest_list(stack)) for stack in stacks]
-    blocks = [(f"{stack}.{name}" if stack else name, found) for stack, (name, found) in lists]
+    blocks = [(f"{stack}.{name}" if stack else name, layers) for stack, (name, layers) in lists]
     patterns = tuple(f"{name}.*" for name, _ in blocks)
     head = _name_of(model, own.get_output_embeddings())
     tensor: dict[str, Rule] = {}
     attention: dict[str, None] = {}
     widths: dict[str, int] = {}
-    for name, found in blocks:
-        for part, module in found.named_modules():
+    for name, layers in blocks:
+        for part, module in layers.named_modules():
             pattern = f"{name}.*.{part.partition('.')[2]}".removesuffix(".")
             children = {child for child, _ in module.named_children()}
             if any(set(rules) <= children for rules in _ATTENTIONS):
@@ -288,14 +288,14 @@ def _rule(family: str, leaf: str, style: str) -> Rule | None:
 
 def _experts(model: PreTrainedModel, blocks: str) -> list[str]:
     """Returns the patterns of the mixtures of experts, such as `model.layers.*.mlp`, which may match dense layers."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for mixture in find_mixtures(model):
         name = mixture.name
         if name.startswith(f"{blocks}."):
             _, dot, inside = name.removeprefix(f"{blocks}.").partition(".")
             name = f"{blocks}.*{dot}{inside}"
-        found[name] = None
-    return list(found)
+        patterns[name] = None
+    return list(patterns)
 
 
 def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
@@ -325,8 +325,8 @@ def _sparse_mlps(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
 
 def _rows(block: nn.Module, name: str) -> int | None:
     """Returns the size of dim 0 of a block's parameter; None if it has no parameter of that name."""
-    found = dict(block.named_parameters()).get(name)
-    return None if found is None else found.shape[0]
+    parameter = dict(block.named_parameters()).get(name)
+    return None if parameter is None else parameter.shape[0]
 
 
 def _names_vectors(model: PreTrainedModel, pattern: str) -> bool:

@@ -98,19 +98,19 @@ class MaskedLM(LanguageModel, Generates):
         Raises:
             DloError: If rows hold several documents and the model would let them attend to each other.
         """
-        found = {"input_ids": batch["input_ids"]}
+        arguments = {"input_ids": batch["input_ids"]}
         positions = batch.get("position_ids")
         is_masked = sparse_attention.is_masked(self.model)  # type: ignore[arg-type]
         if batch.get("attention_mask") is not None:
-            found["attention_mask"] = batch["attention_mask"]
+            arguments["attention_mask"] = batch["attention_mask"]
         elif positions is not None and _are_packed(positions):
             if not self._traits.isolates_documents:
                 raise DloError(
                     f"data.init_args.packing must be none for {type(self.model).__name__}, which takes no mask of"
                     " documents, got packed rows, whose documents would attend to each other; set packing: none"
                 )
-            found |= encoders.document_arguments(self.model, positions, self._traits, masked=not is_masked)  # type: ignore[arg-type]
-        return (), found | sparse_attention.mask_arguments(batch) if is_masked else found
+            arguments |= encoders.document_arguments(self.model, positions, self._traits, masked=not is_masked)  # type: ignore[arg-type]
+        return (), arguments | sparse_attention.mask_arguments(batch) if is_masked else arguments
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Returns the hidden states before the head, `[B, L, D]`."""
@@ -138,13 +138,13 @@ class MaskedLM(LanguageModel, Generates):
         features = head.stage(self._outputs(batch)[missing])
         best = VocabularyHead(head.module, softcap=head.softcap).logits(features).argmax(dim=1)
         filled = ids.masked_scatter(missing, best)
-        found = []
+        predictions = []
         for number, before, after, holes, kept in zip(
             batch["index"].tolist(), ids, filled, missing, batch["attention_mask"].bool(), strict=True
         ):
             if number >= 0:
                 decode = self.tokenizer.decode
-                found.append(
+                predictions.append(
                     {
                         "index": number,
                         "prompt": decode(before[kept]),
@@ -152,7 +152,7 @@ class MaskedLM(LanguageModel, Generates):
                         "tokens": after[holes].tolist(),
                     }
                 )
-        return found
+        return predictions
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Prints the first texts, filled in."""

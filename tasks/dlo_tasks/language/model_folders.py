@@ -233,9 +233,9 @@ class Stacking:
     def find(self, name: str) -> tuple[str, int, int] | None:
         """Returns the stacked tensor of a stored name, the number of the matrix, and that of the expert."""
         for number, pattern in enumerate(self.sources):
-            found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)") + "$", name)
-            if found is not None:
-                return name[: found.start()] + self.target, number, int(found.group(1))
+            match = re.search(re.escape(pattern).replace(r"\*", r"(\d+)") + "$", name)
+            if match is not None:
+                return name[: match.start()] + self.target, number, int(match.group(1))
         return None
 
 
@@ -256,7 +256,7 @@ def read_stackings(conversions: Iterable[object]) -> list[Stacking]:
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    found = []
+    stackings = []
     for conversion in conversions:
         if not isinstance(conversion, WeightConverter):
             continue
@@ -265,8 +265,8 @@ def read_stackings(conversions: Iterable[object]) -> list[Stacking]:
         joins = len(more) == 1 and type(more[0]) is Concatenate and more[0].dim == 1
         targets = conversion._original_target_patterns
         if stacks and (joins or not more) and len(targets) == 1:
-            found.append(Stacking(tuple(conversion._original_source_patterns), targets[0]))
-    return found
+            stackings.append(Stacking(tuple(conversion._original_source_patterns), targets[0]))
+    return stackings
 
 
 def stack_stored(stored: Mapping[str, SavedTensor], stackings: Iterable[Stacking]) -> dict[str, SavedTensor]:

@@ -256,7 +256,7 @@ def varlen_reference(
     """
     left, right = window_size
     assert right == 0  # causal
-    found = []
+    outputs = []
     for first, past in pairwise(cu_seq_q.tolist()):
         q, k, v = (tensor[first:past].transpose(0, 1)[None] for tensor in (query, key, value))
         seen = None
@@ -267,8 +267,8 @@ def varlen_reference(
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=enable_gqa
         )
-        found.append(out[0].transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def block_mask(position_ids: Tensor, window: int | None = None, block: int = BLOCK) -> BlockMask:

@@ -111,11 +111,11 @@ class PreferenceData(TextData):
 
         def documents(on_bytes: Callable[[int], object]) -> Iterable[Document]:
             if embedded:
-                found = style_preferences(files, on_bytes, unpaired=self.unpaired)
+                preferences = style_preferences(files, on_bytes, unpaired=self.unpaired)
             else:
-                found = read_preferences(files, self.columns, unpaired=self.unpaired, on_bytes=on_bytes)
+                preferences = read_preferences(files, self.columns, unpaired=self.unpaired, on_bytes=on_bytes)
             tokenize = partial(tokenize_preferences, tokenizer=tokenizer, files=files)
-            return tokenize_in_processes(found, tokenize, self.tokenize_processes, total_size(files))
+            return tokenize_in_processes(preferences, tokenize, self.tokenize_processes, total_size(files))
 
         options = ["preferences", _FORMAT, self.unpaired, embedded, sorted(self.columns.items())]
         return cached_documents(files, tokenizer, self.cache_dir, documents, options)

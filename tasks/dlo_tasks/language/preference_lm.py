@@ -219,10 +219,10 @@ class PreferenceLM(CausalLM):
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
         """Returns a batch of one row with two answers, each as long as the data's windows."""
-        found = super().example_batch(datamodule)
-        length = found["input_ids"].shape[1]
+        text_batch = super().example_batch(datamodule)
+        length = text_batch["input_ids"].shape[1]
         names = ("input_ids", "labels", "position_ids")
-        batch = {name: found[name].repeat(1, 2) for name in names}
+        batch = {name: text_batch[name].repeat(1, 2) for name in names}
         batch["context_labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
         batch["sequence_ids"] = torch.arange(2).repeat_interleave(length)[None]
         batch["answers"] = torch.tensor([[1, 0]])
@@ -298,25 +298,25 @@ class PreferenceLM(CausalLM):
         """
         if not self.compares:
             return batch
-        found = {name: value for name, value in batch.items() if not name.startswith("mismatched_")}
-        found[_REFERENCE] = self._or_zeros(self.reference_log_probs(found), batch)
+        matched = {name: value for name, value in batch.items() if not name.startswith("mismatched_")}
+        matched[_REFERENCE] = self._or_zeros(self.reference_log_probs(matched), batch)
         if self.objective == "kto":
             prefix = "mismatched_"
             others = {name.removeprefix(prefix): value for name, value in batch.items() if name.startswith(prefix)}
             others["answers"] = batch["answers"]
             theirs = self._or_zeros(self.reference_log_probs(others), batch)
             own = self._or_zeros(self.own_log_probs(others), batch)
-            found |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
-        return found
+            matched |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
+        return matched
 
     def divergence_of(self, ratios: Tensor, answers: Tensor) -> dict[str, Tensor]:
         """Returns the entries of a batch for KTO's divergence: this rank's sum and number; in training the estimate."""
         total, count = ratios.sum(), (answers >= 0).sum()
-        found = {"divergence_total": total, "divergence_count": count}
+        entries = {"divergence_total": total, "divergence_count": count}
         if self.stage == "train":
             mean = mean_over_data(self._trainer, torch.stack([total, count.to(total.dtype)]))
-            found["divergence"] = preference_losses.kto_divergence(mean[0], mean[1])
-        return found
+            entries["divergence"] = preference_losses.kto_divergence(mean[0], mean[1])
+        return entries
 
     @staticmethod
     def _or_zeros(log_probs: Tensor | None, batch: dict[str, Any]) -> Tensor:
@@ -345,8 +345,8 @@ class PreferenceLM(CausalLM):
         Args:
             batch: Batch on the device, before it is sharded.
         """
-        training, found = self.model.training, list[Tensor]()
-        strategy, self._tap = self.trainer.strategy, found
+        training, log_probs = self.model.training, list[Tensor]()
+        strategy, self._tap = self.trainer.strategy, log_probs
         self.model.eval()
         try:  # By the strategy's validation step, which gathers, shards and cuts.
             # The class's method: the evaluation loop replaces the object's for the one call that it counts. The number
@@ -355,7 +355,7 @@ class PreferenceLM(CausalLM):
         finally:
             self._tap = None
             self.model.train(training)
-        return found[0] if found else None
+        return log_probs[0] if log_probs else None
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -393,10 +393,10 @@ class PreferenceLM(CausalLM):
         total, pairs = self._losses(scores, sums, batch).sum(), (answers >= 0).sum() / answers_per_pair
         if isinstance(outputs, tuple):
             total = total + outputs[1] * pairs
-        found = self._share(total, pairs, batch.get("pairs_in_step"))
+        loss = self._share(total, pairs, batch.get("pairs_in_step"))
         if sums.nll is not None and sums.nll_tokens is not None:
-            found = found + self._share(sums.nll.sum(), sums.nll_tokens.sum(), batch.get("tokens_in_step"))
-        return found
+            loss = loss + self._share(sums.nll.sum(), sums.nll_tokens.sum(), batch.get("tokens_in_step"))
+        return loss
 
     def _share(self, total: Tensor, count: Tensor, in_step: Tensor | None) -> Tensor:
         """Returns a sum's part of the mean over the optimizer step, of which `in_step` is the number of summands."""
@@ -479,8 +479,8 @@ class PreferenceLM(CausalLM):
         totals, counts = _by_preference(rewards, batch["answers"])
         hits = torch.zeros_like(totals[0]) if self.objective == "kto" else _count_hits(rewards, batch["answers"])
         divergence = batch.get("divergence", torch.zeros((), device=rewards.device))
-        found = torch.stack([*totals, *counts, hits, divergence, torch.ones_like(divergence)]).to(sum_dtype())
-        self._window = found if self._window is None else self._window + found
+        sums = torch.stack([*totals, *counts, hits, divergence, torch.ones_like(divergence)]).to(sum_dtype())
+        self._window = sums if self._window is None else self._window + sums
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the rewards of the steps since the last record, every `log_every_n_steps` steps."""
@@ -510,12 +510,12 @@ class PreferenceLM(CausalLM):
             return
         chosen = chosen / chosen_count if chosen_count else math.nan
         rejected = rejected / rejected_count if rejected_count else math.nan
-        found = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        scalars = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
         if self.objective == "kto":
-            found["divergence"] = divergence / batches
+            scalars["divergence"] = divergence / batches
         else:
-            found["reward_accuracy"] = hits / chosen_count
-        log_scalars(self.trainer, {f"train/{name}": value for name, value in found.items()})
+            scalars["reward_accuracy"] = hits / chosen_count
+        log_scalars(self.trainer, {f"train/{name}": value for name, value in scalars.items()})
 
 
 class ReferenceLogProbs(BatchTransform):

@@ -99,8 +99,8 @@ def read_preferences(
                 _refuse(named, values, f"{path}:{row}", unpaired)
             kind, prompt, read, tools = _read(named, answers, f"{path}:{row}")
             if "completion" not in read:
-                found = Preference(kind, prompt, read["chosen"], read["rejected"], tools, number, row)
-                yield from found.take_apart() if unpaired else (found,)
+                preference = Preference(kind, prompt, read["chosen"], read["rejected"], tools, number, row)
+                yield from preference.take_apart() if unpaired else (preference,)
                 continue
             _check_label(named["label"], f"{path}:{row}", unpaired)
             chosen, rejected = (read["completion"], None) if named["label"] else (None, read["completion"])
@@ -254,10 +254,10 @@ def style_preferences(
         for first in range(0, len(lines) - step + 1, step):
             cut, past = first + PROMPT_LINES, first + step
             prompt = "".join(lines[first:cut])
-            chosen, rejected = ("".join(found[cut:past]) for found in (double, single))
+            chosen, rejected = ("".join(styled[cut:past]) for styled in (double, single))
             if chosen != rejected and prompt.strip():
-                found = Preference("text", prompt, chosen, rejected, None, number, first + 1)
-                yield from found.take_apart() if unpaired else (found,)
+                preference = Preference("text", prompt, chosen, rejected, None, number, first + 1)
+                yield from preference.take_apart() if unpaired else (preference,)
 
 
 def with_quotes(text: str, quote: str) -> str:

@@ -64,7 +64,7 @@ def expand_patterns(patterns: str | Sequence[str], option: str) -> list[Path]:
     Raises:
         DloError: If a path is not a file, a glob matches no file, or a file is empty.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for named in [patterns] if isinstance(patterns, str) else patterns:
         pattern = named
         if named.startswith(_LIBRARY):
@@ -87,13 +87,13 @@ def expand_patterns(patterns: str | Sequence[str], option: str) -> list[Path]:
             hint = did_you_mean(path.name, [file.name for file in near])
             where = f"which does not exist (from {Path.cwd()}){hint}"
             raise MissingInput(f"{option} must name files, got {pattern}, {where}", pattern)
-        found.update(dict.fromkeys(files))
-    if not found:
+        paths.update(dict.fromkeys(files))
+    if not paths:
         raise DloError(f"{option} must name at least one file, got an empty list; name one, or remove {option}")
-    empty = next((file for file in found if not file.stat().st_size), None)
+    empty = next((file for file in paths if not file.stat().st_size), None)
     if empty is not None:
         raise DloError(f"{option} must name files with content, got {empty}, which is empty; remove it")
-    return list(found)
+    return list(paths)
 
 
 def content_hash(files: Sequence[Path]) -> str:
@@ -309,9 +309,9 @@ def check_conversation(messages: Any, tools: Any, where: str) -> tuple[list[dict
     """
     if not isinstance(messages, list) or not messages:
         raise DloError(f"{where}: messages must be a list with at least one message, got {str(messages)[:40]!r}")
-    found = [_message(message, number, where) for number, message in enumerate(messages, 1)]
-    _check_text(json.dumps([found, tools], ensure_ascii=False, default=str), "messages", where)
-    return found, tools or None
+    checked = [_message(message, number, where) for number, message in enumerate(messages, 1)]
+    _check_text(json.dumps([checked, tools], ensure_ascii=False, default=str), "messages", where)
+    return checked, tools or None
 
 
 def check_text(value: Any, column: str, where: str) -> str:
@@ -332,19 +332,21 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
             f"{where}: message must be an object with role and content, got {str(message)[:60]!r}; write, for example,"
             ' {"role": "user", "content": "Hello"}'
         )
-    found = {name: value for name, value in message.items() if value is not None}  # Arrow fills missing keys with None.
-    role = found["role"]
+    # Arrow fills missing keys with None.
+    fields = {name: value for name, value in message.items() if value is not None}
+    role = fields["role"]
     if role not in _ROLES:
         raise DloError(
             f"{where}: the role of message {number} must be one of {', '.join(_ROLES)}, got {role!r}"
             f"{did_you_mean(role, _ROLES) or _instead(role)}"
         )
-    if not any(found.get(name) for name in ("content", *_IN_PLACE_OF_CONTENT)) and found.get("content") != "":
+    if not any(fields.get(name) for name in ("content", *_IN_PLACE_OF_CONTENT)) and fields.get("content") != "":
+        hint = did_you_mean("content", [name for name in fields if name != "role"])
         raise DloError(
-            f"{where}: message {number} (role {role}) must have content, got {', '.join(map(repr, found))}"
-            f"{did_you_mean('content', [name for name in found if name != 'role']) or '; write its text under content'}"
+            f"{where}: message {number} (role {role}) must have content, got {', '.join(map(repr, fields))}"
+            f"{hint or '; write its text under content'}"
         )
-    return found
+    return fields
 
 
 def _instead(role: str) -> str:

@@ -242,11 +242,11 @@ def tokenize_pairs(records: Iterable[Record], tokenizer: Any) -> Iterator[Docume
     """Yields records as tokenised documents: a text, or a source and its target, whose tokens alone are targets."""
     for some in in_calls(records):
         if some[0].kind == "text":
-            found = encode_texts(tokenizer, [record.content for record in some])
+            encoded = encode_texts(tokenizer, [record.content for record in some])
         else:
             both = [encode_sources(tokenizer, [record.content[side] for record in some]) for side in (0, 1)]
-            found = [([*s, *t], np.arange(len(s) + len(t)) >= len(s)) for s, t in zip(*both, strict=True)]
-        for record, (ids, learned) in zip(some, found, strict=True):
+            encoded = [([*s, *t], np.arange(len(s) + len(t)) >= len(s)) for s, t in zip(*both, strict=True)]
+        for record, (ids, learned) in zip(some, encoded, strict=True):
             yield Document(np.array(ids, dtype=np.int64), learned, record.digest, record.file, record.row)
 
 
@@ -379,7 +379,7 @@ class PairRows:
     def _row(self, draw: Draw) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the sources and targets of a row, int64."""
         first, past = int(self._first[draw.index]), int(self._first[draw.index + 1])
-        found = []
+        pairs = []
         for number in range(first, past):
             start, length, source, target = (int(values[number]) for values in self._samples[:4])
             if self._corruption is None:
@@ -389,8 +389,8 @@ class PairRows:
                 random = np.random.default_rng([draw.seed, number - first])
                 parts = self._corruption.corrupt(self._read(start, length), self._sentinels, random)
                 pair = np.append(parts[0], self._end), np.append(parts[1], self._end)
-            found.append(pair)
-        return found
+            pairs.append(pair)
+        return pairs
 
     def _read(self, start: int, length: int) -> np.ndarray:
         return self._store.read(slice(start, start + length))[0]

@@ -105,21 +105,21 @@ class Seq2SeqLM(GenerativeLM):
             DloError: If the batch is of another task's data, or packed for a model that would not keep pairs apart.
         """
         names = ("input_ids", "attention_mask", "decoder_input_ids", "encoder_segment_ids", "decoder_segment_ids")
-        found = {name: batch[name] for name in names if batch.get(name) is not None}
-        if "encoder_segment_ids" in found and not self._traits.isolates_documents:
+        arguments = {name: batch[name] for name in names if batch.get(name) is not None}
+        if "encoder_segment_ids" in arguments and not self._traits.isolates_documents:
             raise DloError(
                 f"data.init_args.packing must be none for {type(self.model).__name__}, whose positions do not restart"
                 " with each pair of a packed row, got packed rows; set packing: none"
             )
-        if "decoder_input_ids" not in found:
+        if "decoder_input_ids" not in arguments:
             config: Any = self.config
-            found["decoder_input_ids"] = shift_right(
+            arguments["decoder_input_ids"] = shift_right(
                 batch["labels"],
                 config.decoder_start_token_id,
                 text_settings(config).pad_token_id or 0,
-                found.get("decoder_segment_ids"),
+                arguments.get("decoder_segment_ids"),
             )
-        return (), found
+        return (), arguments
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Returns the decoder's hidden states before the head, `[B, T, D]`.

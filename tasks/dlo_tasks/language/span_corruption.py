@@ -111,10 +111,10 @@ def _divide(items: int, parts: int, random: np.random.Generator) -> np.ndarray:
 
 def find_sentinels(tokenizer: Any) -> np.ndarray:
     """Returns the ids of a tokenizer's tokens `<extra_id_0>`, `<extra_id_1>` and so on, int64; they may be none."""
-    found = [
+    sentinels = [
         (int(match[1]), id_) for token, id_ in tokenizer.get_vocab().items() if (match := _SENTINEL.fullmatch(token))
     ]
-    return np.array([id_ for _, id_ in sorted(found)], dtype=np.int64)
+    return np.array([id_ for _, id_ in sorted(sentinels)], dtype=np.int64)
 
 
 def add_sentinels(tokenizer: Any) -> Any:

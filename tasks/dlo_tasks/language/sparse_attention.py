@@ -128,7 +128,7 @@ def log_kernel(
         length: Positions of the data's windows, if known.
     """
     if kernel is not None:
-        mask = next(found for module in model.modules() if (found := find_mask(module)) is not None)
+        mask = next(own_mask for module in model.modules() if (own_mask := find_mask(module)) is not None)
         log_choice(kernel, mask, length)
         return
     name = str(model.config._attn_implementation)
@@ -287,11 +287,11 @@ def _check_config(model: PreTrainedModel, config: Any) -> None:
 def _modules_of(model: PreTrainedModel, name: str) -> list[nn.Module]:
     """Returns the modules of an attention that use the interface: itself, or one inside, beside BERT's projection."""
     part = model.get_submodule(name)
-    found = [module for module in part.modules() if attention_implementation(module) == NAME]
-    if not found:
+    modules = [module for module in part.modules() if attention_implementation(module) == NAME]
+    if not modules:
         raise DloError(
             f"attention '{name}' of {type(model).__name__} must use transformers' AttentionInterface for"
             f" attention.mask, got {type(part).__name__}, which does not; choose a family that does: llama, qwen3,"
             " gpt_neox, bert..."
         )
-    return found
+    return modules

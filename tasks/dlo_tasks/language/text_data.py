@@ -240,9 +240,9 @@ class TextData(ResumableDataModule):
             )
         if packing != "best_fit":
             raise DloError(f"packing must be best_fit with sources, got {packing}; remove it")
-        found = read_sources(sources)
-        self.mix_options.check([source.name for source in found])
-        return found
+        text_sources = read_sources(sources)
+        self.mix_options.check([source.name for source in text_sources])
+        return text_sources
 
     # --- before the run -------------------------------------------------------------------------------------
 
@@ -533,8 +533,11 @@ class TextData(ResumableDataModule):
             outputs: Outputs of `predict_step`, one for each prompt. A row's prompt is that of the file: a text or a
                 conversation.
         """
-        found = {row["index"]: row["completion"] for row in outputs}
-        return [{"index": index, "prompt": self.prompts[index], "completion": found[index]} for index in sorted(found)]
+        completions = {row["index"]: row["completion"] for row in outputs}
+        return [
+            {"index": index, "prompt": self.prompts[index], "completion": completions[index]}
+            for index in sorted(completions)
+        ]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Shapes a training batch, and counts targets and documents; see :mod:`dlo_tasks.language.batches`."""

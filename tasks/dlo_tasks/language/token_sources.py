@@ -130,19 +130,19 @@ def _find_format(files: TokenFiles, names: Sequence[str]) -> Format:
 
 
 def _tar_places(file: LocalFile | RemoteFile, suffix: str, source: str) -> np.ndarray:
-    found: list[TarMember] = []
+    members: list[TarMember] = []
     others: set[str] = set()
     for member in scan_tar(file):
         if member.suffix == suffix:
-            found.append(member)
+            members.append(member)
         else:
             others.add(member.suffix)
-    if not found:
+    if not members:
         raise DloError(
             f"sources.{source}.column must be the suffix of members of {file.name}, got {suffix!r}; it has"
             f" {', '.join(sorted(others)) or 'none'}"
         )
-    return np.array([(member.offset, member.size) for member in found], np.int64)
+    return np.array([(member.offset, member.size) for member in members], np.int64)
 
 
 class TarShard:

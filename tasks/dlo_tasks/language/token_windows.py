@@ -60,13 +60,13 @@ def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
         tokens: Tokens of the shard, int64 of any shape, each at least 0 and below ``shard.tokens``.
     """
     assert not tokens.size or (tokens.min() >= 0 and tokens.max() < shard.tokens)
-    found, span = np.zeros(tokens.shape, np.int64), shard.documents  # The document is in found ... found + span - 1.
+    first, span = np.zeros(tokens.shape, np.int64), shard.documents  # The document is in first ... first + span - 1.
     while span > 1:
         span = -(-span // _PARTS)
-        begins = found[..., None] + span * np.arange(1, _PARTS)
+        begins = first[..., None] + span * np.arange(1, _PARTS)
         bounds = shard.bounds(np.minimum(begins, shard.documents))
-        found += span * (bounds <= tokens[..., None]).sum(-1)
-    return found
+        first += span * (bounds <= tokens[..., None]).sum(-1)
+    return first
 
 
 def map_bytes(path: Path, random: bool = False) -> np.ndarray:
@@ -246,24 +246,24 @@ class TokenWindows:
         """Returns the shards of windows, each with the rows of ``index`` in it and the first token of each."""
         index = index + self._first
         which = np.searchsorted(self._starts, index, side="right") - 1
-        found = []
+        places = []
         for number in _distinct(which):
             rows = np.flatnonzero(which == number)
-            found.append((self._shards[number], rows, (index[rows] - self._starts[number]) * self._seq_len))
-        return found
+            places.append((self._shards[number], rows, (index[rows] - self._starts[number]) * self._seq_len))
+        return places
 
     def _document_starts(
         self, places: list[tuple[TokenShard, np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the documents that begin after the first token of windows: row and offset, 1 to seq_len, of each."""
-        found = []
+        by_shard = []
         for shard, rows, starts in places:
             first, last = document_of(shard, np.stack([starts, starts + self._seq_len]))
             counts = last - first
             at = np.repeat(np.arange(len(starts)), counts)
             within = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-            found.append((rows[at], shard.bounds(np.repeat(first, counts) + 1 + within) - starts[at]))
-        row, offset = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            by_shard.append((rows[at], shard.bounds(np.repeat(first, counts) + 1 + within) - starts[at]))
+        row, offset = (np.concatenate(parts) for parts in zip(*by_shard, strict=True))
         return row, offset
 
     def _check_ids(self, ids: np.ndarray, shard: TokenShard) -> None:
@@ -366,10 +366,10 @@ class JoinedWindows:
             return [(self.parts[0], np.arange(len(draws)), draws)]
         index = np.array([draw.index for draw in draws])
         which = self.part_of(index)
-        found = []
+        by_part = []
         for number in _distinct(which):
             rows = np.flatnonzero(which == number)
             within = (index[rows] - self._starts[number]).tolist()
             some = [Draw(at, *draws[row][1:]) for row, at in zip(rows.tolist(), within, strict=True)]
-            found.append((self.parts[number], rows, some))
-        return found
+            by_part.append((self.parts[number], rows, some))
+        return by_part

@@ -65,16 +65,16 @@ def tokenize_records(records: Iterable[Record], tokenizer: Any, files: Sequence[
         DloError: If the chat template does not support a conversation.
     """
     for some in in_calls(records):
-        found: dict[int, Tokens] = {}
+        encoded: dict[int, Tokens] = {}
         texts = [number for number, record in enumerate(some) if record.kind == "text"]
         pairs = [number for number, record in enumerate(some) if record.kind == "pair"]
-        found.update(zip(texts, encode_texts(tokenizer, [some[number].content for number in texts]), strict=True))
-        found.update(zip(pairs, encode_pairs(tokenizer, [some[number].content for number in pairs]), strict=True))
+        encoded.update(zip(texts, encode_texts(tokenizer, [some[number].content for number in texts]), strict=True))
+        encoded.update(zip(pairs, encode_pairs(tokenizer, [some[number].content for number in pairs]), strict=True))
         for number, record in enumerate(some):
             if record.kind == "messages":
                 where = format_location(files, record.file, record.row)
-                found[number] = encode_conversation(tokenizer, record.content, record.tools, where)
-            ids, learned = found[number]
+                encoded[number] = encode_conversation(tokenizer, record.content, record.tools, where)
+            ids, learned = encoded[number]
             yield Document(np.array(ids, dtype=np.int64), learned, record.digest, record.file, record.row)
 
 
@@ -88,14 +88,14 @@ def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[Tokens]:
     """Returns the token ids of each prompt, completion and end-of-text token; the latter two are targets."""
     prompts = encode_without_end(tokenizer, [prompt for prompt, _ in pairs])
     wholes = encode_without_end(tokenizer, [prompt + completion for prompt, completion in pairs])
-    found = []
+    encoded = []
     for (_, completion), prompt, whole in zip(pairs, prompts, wholes, strict=True):
         if whole[: len(prompt)] != prompt:
             alone = tokenizer([completion], add_special_tokens=False, verbose=False)["input_ids"][0]
             whole = prompt + alone
         ids = _closed(tokenizer, whole)
-        found.append((ids, np.arange(len(ids)) >= len(prompt)))
-    return found
+        encoded.append((ids, np.arange(len(ids)) >= len(prompt)))
+    return encoded
 
 
 def _closed(tokenizer: Any, ids: list[int]) -> list[int]:

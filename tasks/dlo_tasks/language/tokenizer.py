@@ -189,8 +189,8 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 def find_filler_id(tokenizer: Any) -> int:
     """Returns the id for unused positions: the padding token, else the end-of-text token, else 0."""
-    found = [tokenizer.pad_token_id, tokenizer.eos_token_id, 0]
-    return int(next(token for token in found if token is not None))
+    candidates = [tokenizer.pad_token_id, tokenizer.eos_token_id, 0]
+    return int(next(token for token in candidates if token is not None))
 
 
 # --- the default corpus -------------------------------------------------------------------------------------------
@@ -216,12 +216,12 @@ def standard_library(max_bytes: int, root: Path | None = None) -> list[Path]:
         DloError: If this Python comes without its sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    found = sorted(_sources(root))
-    sizes = [path.stat().st_size for path in found]
+    files = sorted(_sources(root))
+    sizes = [path.stat().st_size for path in files]
     part = min(1.0, max_bytes / max(1, sum(sizes)))
     kept: list[Path] = []
     seen = taken = 0
-    for path, size in zip(found, sizes, strict=True):
+    for path, size in zip(files, sizes, strict=True):
         seen += size
         if taken + size <= seen * part and _is_text(path):
             kept.append(path)

@@ -161,18 +161,18 @@ class _Teacher:
         """Returns the result of a function that calls :meth:`logits`, called where the head's weights are available."""
         if self._complete is not None or not self.head.is_gathered:
             return compute()
-        found: list[Tensor] = []
+        computed: list[Tensor] = []
         trains = torch.is_grad_enabled()
 
         def inside(head: VocabularyHead, hidden: Tensor) -> Tensor:
             self.head, self.hidden = head, hidden
             with torch.set_grad_enabled(trains):
-                found.append(compute())
+                computed.append(compute())
             return hidden
 
         with torch.no_grad():
             run_inside(self.head, self.hidden, inside)
-        return found[0]
+        return computed[0]
 
     def logits(self, start: int, stop: int) -> Tensor:
         """Returns the logits over the student's slice of the vocabulary, `[n, v]`, which may be overwritten."""
@@ -223,10 +223,10 @@ class _ModuleLosses(torch.autograd.Function):
             total += losses.masked_fill_(ignored, 0).sum()
             if slope is None:
                 continue
-            found = torch.autograd.grad(logits, [h, *trained], slope.masked_fill(ignored, 0), allow_unused=True)
-            if found[0] is not None:
-                of_hidden[start : start + rows] = found[0]
-            for one, part in zip(sums, found[1:], strict=True):
+            gradients = torch.autograd.grad(logits, [h, *trained], slope.masked_fill(ignored, 0), allow_unused=True)
+            if gradients[0] is not None:
+                of_hidden[start : start + rows] = gradients[0]
+            for one, part in zip(sums, gradients[1:], strict=True):
                 if part is not None:
                     one += part
         ctx.grads = [of_hidden if ctx.needs_input_grad[0] else None, *sums]
@@ -235,11 +235,11 @@ class _ModuleLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found, ctx.grads = ctx.grads, None
-        if found is None:
+        gradients, ctx.grads = ctx.grads, None
+        if gradients is None:
             raise RuntimeError(ONCE)
         scaled = [
             None if part is None else part.mul_(grads[0]).to(dtype)
-            for part, dtype in zip(found, ctx.dtypes, strict=True)
+            for part, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (scaled[0], None, None, None, *scaled[1:])

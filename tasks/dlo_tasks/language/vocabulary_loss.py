@@ -129,8 +129,8 @@ def token_log_probs(
     losses = _selected_losses(head, hidden, targets, chunk, count, None, PLAIN, per_token=True)
     if len(losses) == len(targets):
         return -losses
-    found = torch.zeros(targets.shape, dtype=losses.dtype, device=losses.device)
-    return found.masked_scatter(targets != IGNORE_INDEX, -losses)
+    log_probs = torch.zeros(targets.shape, dtype=losses.dtype, device=losses.device)
+    return log_probs.masked_scatter(targets != IGNORE_INDEX, -losses)
 
 
 def _selected_losses(
@@ -274,8 +274,8 @@ def select_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits:
         keep = torch.nonzero_static(are, size=count).flatten()
     if len(keep) == len(targets):
         return hidden, targets
-    found: Tensor = _Rows.apply(hidden, keep)
-    return found, targets.index_select(0, keep)
+    selected: Tensor = _Rows.apply(hidden, keep)
+    return selected, targets.index_select(0, keep)
 
 
 class _Rows(torch.autograd.Function):
@@ -357,8 +357,8 @@ def linear_losses(
         kernel: Implementation of the loss.
         per_token: Whether to return each token's loss.
     """
-    found: Tensor = _LinearLosses.apply(hidden, linear.weight, linear.bias, compute, dtype, rows, kernel, per_token)
-    return found
+    losses: Tensor = _LinearLosses.apply(hidden, linear.weight, linear.bias, compute, dtype, rows, kernel, per_token)
+    return losses
 
 
 class _LinearLosses(torch.autograd.Function):
@@ -378,17 +378,17 @@ class _LinearLosses(torch.autograd.Function):
     ) -> Tensor:
         needed = (False, False, False) if per_token else ctx.needs_input_grad[:3]
         parts = HeadGradients(hidden, weight, bias, dtype, needed)
-        found = list(parts.chunks(hidden, bias, compute, rows, kernel))
+        by_chunk = list(parts.chunks(hidden, bias, compute, rows, kernel))
         wide = torch.promote_types(dtype, torch.float32)
         if not per_token:
             ctx.parts, ctx.per_token = parts, None
             total = torch.zeros((), dtype=wide, device=hidden.device)
-            for losses in found:
+            for losses in by_chunk:
                 total += losses.sum()
             return total
         ctx.save_for_backward(hidden, weight, bias)
         ctx.per_token = (compute, dtype, rows, kernel)
-        return torch.cat(found)[:, 0] if found else hidden.new_zeros(0, dtype=wide)
+        return torch.cat(by_chunk)[:, 0] if by_chunk else hidden.new_zeros(0, dtype=wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -464,10 +464,10 @@ class HeadGradients:
 
     def scaled(self, factor: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the three gradients, times the gradient of the loss."""
-        found = (self.hidden, self.of_weight, self.bias)
+        gradients = (self.hidden, self.of_weight, self.bias)
         return tuple(
             None if tensor is None else tensor.mul_(factor).to(dtype)
-            for tensor, dtype in zip(found, self.dtypes, strict=True)
+            for tensor, dtype in zip(gradients, self.dtypes, strict=True)
         )
 
 
@@ -674,5 +674,5 @@ def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | Non
         lse_square_scale=terms.z_loss,
         label_smoothing=terms.label_smoothing,
     )
-    found: Tensor = loss(linear.weight, hidden, targets, linear.bias)
-    return found
+    total: Tensor = loss(linear.weight, hidden, targets, linear.bias)
+    return total
