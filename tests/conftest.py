@@ -27,6 +27,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from support.dlo_process import DloProcess
 from support.rank_server import fork_server
 
+# Else each process rewrites the assertions of all tests again in each run, which takes 8 s.
+sys.dont_write_bytecode = False
+
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))
 

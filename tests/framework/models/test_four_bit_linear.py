@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import bitsandbytes.functional
 import pytest
 import torch
 from torch import nn
@@ -35,11 +34,15 @@ def test_each_weight_has_the_nearest_level(kind: Any) -> None:
 
 
 def test_levels_of_nf4_are_those_of_bitsandbytes() -> None:
+    import bitsandbytes.functional  # Here: its import takes seconds.
+
     expected = bitsandbytes.functional.get_4bit_type("nf4", device="cpu").data
     torch.testing.assert_close(torch.tensor(LEVELS["nf4"]), expected, rtol=0, atol=0)
 
 
 def test_the_error_of_double_quantisation_is_that_of_bitsandbytes() -> None:
+    import bitsandbytes.functional
+
     torch.manual_seed(0)
     weight = torch.randn(64, 1024) * torch.rand(64, 1).add(0.2)  # Rows of different sizes.
     weight[3, :64], weight[4] = 0, 0

@@ -208,7 +208,7 @@ def test_other_rounding_of_gradients_is_tried_in_half_precision(precision, diffe
     class Recurrent(LightningModule):
         def __init__(self):
             super().__init__()
-            self.recurrent, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+            self.recurrent, self.head = nn.RNN(4, 8, batch_first=True), nn.Linear(8, 1)
 
         def training_step(self, batch, batch_idx):
             return self.head(self.recurrent(batch[0])[0][:, -1]).pow(2).mean()
