@@ -59,15 +59,6 @@ def test_who_does_not_fit_the_device_leaves_and_the_others_go_on(rounds):
     assert "out of memory" in next(line for line in text.splitlines() if line.startswith("loop  "))
 
 
-def test_ranks_that_draw_from_one_seed_take_the_same_turns(rounds):
-    def turns() -> list[str]:
-        seen: list[str] = []
-        rounds.take_turns({name: (lambda name=name: seen.append(name)) for name in "abcde"}, 5, order=random.Random(7))
-        return seen
-
-    assert turns() == turns()
-
-
 def test_a_ratio_is_taken_within_its_round(rounds):
     # In the second round all of the machine is slow, in the third the contestant alone.
     values = {"base": [1.0, 10.0, 1.0], "other": [2.0, 20.0, 30.0]}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.checkpoint import SafeCheckpointIO
@@ -18,23 +18,16 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, unit_norms
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.runs import Watch
-from support.trainers import quiet_trainer
+from support.trainers import Squares, quiet_trainer
 
 BATCHES, SIZE, WIDTH = 10, 4, 6
 STRATEGIES = {"ddp": DataParallelStrategy, "zero3": lambda: ZeroStrategy(stage=3)}
 
 
-class Net(LightningModule):
+class Net(Squares):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
 class Norms(Callback):
@@ -135,8 +128,7 @@ def test_what_clips_gradients_finds_the_last_one_scaled_already(tmp_path, own):
     clipping = AdaptiveGradientClipping(0.01, exclude=[])
     callbacks = add_default_callbacks([*own, clipping], run_folder=tmp_path, model=module, checkpoints=False)
     assert sum(isinstance(callback, AccumulationTail) for callback in callbacks) == 1
-    quiet = dict.fromkeys(("logger", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=SIZE, callbacks=callbacks, **quiet)
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=SIZE, callbacks=callbacks, enable_progress_bar=True)
     trainer.fit(module, DataLoader(Stream(), batch_size=2))
     assert module.ratios == pytest.approx([0.01] * 3, rel=1e-4)
 

@@ -4,15 +4,14 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelSummary
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dlo_framework.batch_transform import BatchTransform, batches_are_new
 from dlo_framework.batches import batch_size, find_batch_size, slice_batch
 from dlo_framework.data import ResumableLoader
-
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+from support.trainers import quiet_trainer
 
 
 class Add(BatchTransform):
@@ -112,8 +111,7 @@ def tensors():
 
 
 def trainer_with(*callbacks, **options):
-    options = {"max_epochs": 1, "num_sanity_val_steps": 2, "enable_model_summary": False, **QUIET, **options}
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **options)
+    return quiet_trainer(max_epochs=1, num_sanity_val_steps=2, callbacks=list(callbacks), **options)
 
 
 def fit(module, *callbacks, data=None, **loaders):

@@ -185,13 +185,6 @@ def started(folder: Path, seconds: float) -> multiprocessing.process.BaseProcess
     return process
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def locks_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("built.lock.*"))
 
@@ -207,14 +200,11 @@ def test_many_processes_build_once(tmp_path):
 
 def test_a_killed_builder_is_replaced_and_those_that_wait_say_so(tmp_path, capfd):
     first = started(tmp_path, 60)
-    wait_for(tmp_path / "calls")
+    wait_until((tmp_path / "calls").exists)
     others = [started(tmp_path, 0.1) for _ in range(3)]
-    deadline = time.monotonic() + 30
-    said = ""
-    while f"waiting for process {first.pid} on" not in said:
-        said += capfd.readouterr().err
-        assert time.monotonic() < deadline
-    assert "which is building (built)" in said
+    said: list[str] = []
+    wait_until(lambda: said.append(capfd.readouterr().err) or f"waiting for process {first.pid} on" in "".join(said))
+    assert "which is building (built)" in "".join(said)
     os.kill(first.pid, signal.SIGKILL)
     first.join()
     for process in others:
@@ -232,10 +222,7 @@ def test_an_error_releases_the_lock_and_a_holder_touches_it(tmp_path, monkeypatc
     def fail() -> None:
         lock = next(tmp_path.glob("built.lock.*"))
         os.utime(lock, (0, 0))
-        deadline = time.monotonic() + 30
-        while lock.stat().st_mtime == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: lock.stat().st_mtime)
         touched.append(lock)
         raise DloError("the third line is broken")
 

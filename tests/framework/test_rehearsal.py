@@ -113,10 +113,7 @@ class Ends(Callback):
 
 
 def trainer_with(callbacks, **options):
-    return quiet_trainer(
-        callbacks=callbacks,
-        **{"max_epochs": 2, **options},
-    )
+    return quiet_trainer(callbacks=callbacks, **{"max_epochs": 2, **options})
 
 
 def run(*aside: Callback, data=None, make=Net, callbacks=(), **options):

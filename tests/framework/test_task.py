@@ -43,10 +43,7 @@ def loader() -> DataLoader:
 
 
 def trainer(tmp_path, **options) -> Trainer:
-    return quiet_trainer(
-        default_root_dir=tmp_path,
-        **options,
-    )
+    return quiet_trainer(default_root_dir=tmp_path, **options)
 
 
 def test_it_fits_validates_tests_and_predicts_with_exact_means(tmp_path):

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+#: Source of a module with a callback.
+CALLBACK = '''
+from lightning.pytorch import Callback
+
+class {name}(Callback):
+    """Does {name}."""
+'''
+
 
 def install(site: Path, name: str, entries: dict[str, list[str]], version: str = "1.2", **modules: str) -> None:
     """Writes a distribution to a folder of the path.

@@ -269,9 +269,7 @@ class Net(LightningModule):
 def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Trainer, Net]:
     torch.manual_seed(0)
     module = Net()
-    trainer = quiet_trainer(
-        max_steps=steps, default_root_dir=folder,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=steps, default_root_dir=folder)
     use_canonical_checkpoints(trainer)
     batches = torch.randn(8, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None), ckpt_path=resume)

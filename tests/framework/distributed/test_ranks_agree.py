@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework import finite
@@ -18,25 +18,18 @@ from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.trainers import quiet_trainer
+from support.trainers import Squares, quiet_trainer
 
 WIDTH, BATCHES, BAD = 8, 10, 6
-STRATEGIES = {
-    "ddp": DataParallelStrategy,
-    "zero3": lambda: ZeroStrategy(stage=3),
-}
+STRATEGIES = {"ddp": DataParallelStrategy, "zero3": lambda: ZeroStrategy(stage=3)}
 
 
-class Net(LightningModule):
+class Net(Squares):
     def __init__(self, norm: bool = False) -> None:
-        super().__init__()
         torch.manual_seed(1)
         layers = [torch.nn.Linear(WIDTH, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
-        self.net = torch.nn.Sequential(*([torch.nn.BatchNorm1d(WIDTH)] if norm else []), *layers)
+        super().__init__(*([torch.nn.BatchNorm1d(WIDTH)] if norm else []), *layers)
         self.validated = 0
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.net(batch[0])
@@ -190,10 +183,8 @@ def _saves(rank: int, world_size: int, folder: Path) -> dict[str, float]:
         path.mkdir(exist_ok=True)
         callbacks = add_default_callbacks([], run_folder=path, model=Net(), progress_bar=False, save_minutes=minutes)
         steps = {"max_steps": BAD} if bad is None else {}
-        trainer = Trainer(
-            accelerator="cpu", devices=world_size, strategy=ZeroStrategy(3), max_epochs=1, callbacks=callbacks,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **steps,
-        )  # fmt: skip
+        steps |= {"max_epochs": 1, "enable_checkpointing": True, "use_distributed_sampler": False}
+        trainer = quiet_trainer(devices=world_size, strategy=ZeroStrategy(3), callbacks=callbacks, **steps)
         saved: list[float] = []
         trainer.strategy.save_checkpoint = _noting(trainer.strategy.save_checkpoint, saved)
         with contextlib.suppress(DloError):

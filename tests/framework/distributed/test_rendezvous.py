@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,7 +21,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.trainers import quiet_trainer
+from support.trainers import Squares, quiet_trainer
 
 
 def _listeners(rank: int, world_size: int) -> list[str]:
@@ -76,24 +76,17 @@ def test_spawned_ranks_are_refused_at_the_start() -> None:
 # --- A script that catches the error of a run of several ranks can start the next run --------------------------------
 
 
-class Fails(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(8, 4)
-
+class Fails(Squares):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise ValueError("no training")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch[0]).square().mean())
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def _goes_on(rank: int, world_size: int) -> list[str]:
     trainer = quiet_trainer(devices=2, strategy=ZeroStrategy(1), max_steps=1, num_sanity_val_steps=0)
-    module, data = Fails(), DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=2)
+    module, data = Fails(torch.nn.Linear(8, 4)), DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=2)
     found = []
     for _ in range(3):
         try:

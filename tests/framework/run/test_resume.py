@@ -240,12 +240,8 @@ def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_no
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == taken
 
     stop = GracefulStop(tmp_path)
-    trainer = quiet_trainer(
-        enable_checkpointing=True,
-        default_root_dir=tmp_path,
-        callbacks=[Signal(3), stop],
-        max_epochs=1,
-    )
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    trainer = quiet_trainer(callbacks=[Signal(3), stop], **options)
     with pytest.raises(RunStopped):
         trainer.fit(Net(), datamodule=Data())
     assert not any(thread.name.startswith("stop-signals") for thread in threading.enumerate())
@@ -271,9 +267,7 @@ class Validations(Net):
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
-        pytest.param(20, {}, marks=pytest.mark.slow),
         (30, {}),  # The last epoch ends with it.
-        pytest.param(9, {"val_check_interval": 3}, marks=pytest.mark.slow),
         (13, {"max_steps": 13, "val_check_interval": 3}),  # The run ends with it, and is not stopped.
         (18, {"max_steps": 25, "check_val_every_n_epoch": None, "val_check_interval": 6}),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +23,7 @@ from dlo_framework.distributed.strategy import SingleProcessStrategy, use_canoni
 from dlo_framework.errors import DloError
 from dlo_framework.run import runs
 from dlo_framework.run.process import shorten_warnings, silence_warnings
+from support.trainers import Squares, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -61,21 +62,15 @@ def test_two_jobs_at_once_get_two_folders(tmp_path, monkeypatch):
     assert runs.new_run(tmp_path).name == "version_1"
 
 
-def test_the_ranks_that_rank_0_starts_use_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_PROCID", "0")  # Variables of a job's shell: all its processes have them.
-    first = runs.new_run(tmp_path)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert runs.new_run(tmp_path) == first
-    assert runs.new_run(tmp_path).name == "pending", "told once: a second run in this process is another"
-
-
 def test_a_second_run_in_one_process_has_a_folder_of_its_own(tmp_path, monkeypatch):
     """A ``dlo`` that a run starts, and a rank that resumes another run, do not get the first one's answer."""
+    monkeypatch.setenv("SLURM_PROCID", "0")  # Variables of a job's shell: all its processes have them.
     assert [runs.new_run(tmp_path / "a").name for _ in range(2)] == ["version_0", "version_1"]
     assert runs.new_run(tmp_path / "b") == tmp_path / "b" / "version_0"
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runs.new_run(tmp_path / "a").name == "pending"
-    assert runs.new_run(tmp_path / "b").name == "version_0"
+    assert runs.new_run(tmp_path / "b").name == "version_0", "a rank that rank 0 has started uses its folder"
+    assert runs.new_run(tmp_path / "b").name == "pending", "told once: a second run in this process is another"
 
 
 def test_a_second_run_in_one_process_looks_anew_for_its_checkpoint(tmp_path, monkeypatch):
@@ -179,17 +174,10 @@ def test_a_run_that_was_killed_or_stopped_goes_on(tmp_path):
     assert runs.unfinished(tmp_path) == killed
     stopped = make_run(tmp_path, 2, 40, "interrupted: RunStopped", 40)
     assert runs.unfinished(tmp_path) == stopped
-
-
-def test_nor_does_an_older_one_for_a_run_that_has_no_checkpoint_yet(tmp_path):
-    make_run(tmp_path, 0, 30)
-    make_run(tmp_path, 1, None)
-    assert runs.unfinished(tmp_path) is None
-
-
-def test_a_finished_run_that_was_made_longer_and_killed_goes_on(tmp_path):
-    longer = make_run(tmp_path, 0, 120, "finished", 90)
-    assert runs.unfinished(tmp_path) == longer
+    longer = make_run(tmp_path, 3, 120, "finished", 90)
+    assert runs.unfinished(tmp_path) == longer, "made longer and killed"
+    make_run(tmp_path, 4, None)
+    assert runs.unfinished(tmp_path) is None, "nor does an older one for a run that has no checkpoint yet"
 
 
 def test_a_new_run_after_a_finished_one_is_told_of(tmp_path, monkeypatch):
@@ -225,34 +213,21 @@ def test_the_ranks_that_this_process_starts_decide_alike(tmp_path, monkeypatch, 
 # --- the paths of a run's checkpoints, its best one, and what remains of a run that cannot write any more ------------
 
 
-class Net(LightningModule):
+class Net(Squares):
     """Its metric is best in the second epoch."""
 
     best_metric = ("val", "max")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
     def validation_step(self, batch, batch_idx):
         self.log("val", -float((self.current_epoch - 1) ** 2))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def fit(folder: Path, callbacks=(), resume: Path | None = None, **options) -> Trainer:
     """Trains four steps an epoch."""
-    module = Net()
-    trainer = Trainer(
-        **{"logger": False, "max_epochs": 3, "accelerator": "cpu", "num_sanity_val_steps": 0, **options},
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=add_default_callbacks(list(callbacks), run_folder=folder, model=module, progress_bar=False),
-    )
+    module = Net(torch.nn.Linear(1, 1))
+    callbacks = add_default_callbacks(list(callbacks), run_folder=folder, model=module, progress_bar=False)
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True, **options}
+    trainer = quiet_trainer(callbacks=callbacks, **options)
     use_canonical_checkpoints(trainer)
     folder.mkdir(parents=True, exist_ok=True)
     data = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)

@@ -121,10 +121,7 @@ class Net(LightningModule):
 
 
 def predict(path, lengths: list[int]):
-    trainer = quiet_trainer(
-        enable_checkpointing=True,
-        callbacks=[SavePredictions(path)],
-    )
+    trainer = quiet_trainer(enable_checkpointing=True, callbacks=[SavePredictions(path)])
     trainer.predict(Net(lengths), DataLoader(torch.arange(5.0), batch_size=2), return_predictions=False)
     return torch.load(path, weights_only=True)
 

@@ -113,10 +113,7 @@ def test_activations_are_those_of_the_largest_batch():
     found = []
     for steps in (3, -1):
         report = StateReport()
-        trainer = quiet_trainer(
-            max_epochs=1, max_steps=steps, callbacks=[report], limit_val_batches=0,
-
-        )  # fmt: skip
+        trainer = quiet_trainer(max_epochs=1, max_steps=steps, callbacks=[report], limit_val_batches=0)
         trainer.fit(Growing())
         found.append(report.found.activations)
     assert 7.5 * found[0] < found[1] <= 8 * found[0]  # A scalar does not grow.

@@ -266,9 +266,7 @@ def _profile(task: Any, length: int = LENGTH) -> ModelProfile:
 @functools.cache
 def _small() -> ModelProfile:
     """Returns the profile of a mixture whose experts are most of its parameters."""
-    return _profile(
-        _task(hidden_size=256, moe_intermediate_size=512), 256
-    )  # fmt: skip
+    return _profile(_task(hidden_size=256, moe_intermediate_size=512), 256)
 
 
 def test_a_profile_has_the_experts_and_what_they_exchange() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import time
@@ -10,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework import Task
-from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
@@ -25,7 +24,6 @@ from dlo_framework.watch.monitor import StepClock
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.profile import callback
 from dlo_plugins.profile.callback import Profile
-from dlo_plugins.profile.model_report import memory_table
 from dlo_plugins.profile.module_ranges import ModuleRanges, trace_ranges
 from dlo_plugins.profile.operations import ATTENTION, DATA, EXPOSED, KINDS, MATRIX, OPTIMIZER
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -33,7 +31,7 @@ from dlo_tasks.imagenet.digits import DigitsData
 from support.monitored import Net, fit, is_the_step
 from support.runs import Losses
 from support.strategies import STRATEGIES
-from support.trainers import quiet_trainer
+from support.trainers import Squares, quiet_trainer
 
 
 @pytest.fixture
@@ -62,15 +60,10 @@ class Wide(Net):
         pass
 
 
-def profiled(folder, module=None, callbacks=(), fails=False, **options):
-    options = {"wait": 3, "warmup": 1, "active": 4, "machine": "cpu", **options}
-    own = Profile(**options)
-    module = module or Wide()
-    if fails:
-        with pytest.raises(RuntimeError, match="boom"):
-            fit(folder, module, callbacks=[own, *callbacks], max_epochs=1, enable_progress_bar=False)
-    else:
-        fit(folder, module, callbacks=[own, *callbacks], max_epochs=1, enable_progress_bar=False)
+def profiled(folder, module, fails=False):
+    own = Profile(wait=3, warmup=1, active=4, machine="cpu")
+    with pytest.raises(RuntimeError, match="boom") if fails else contextlib.nullcontext():
+        fit(folder, module, callbacks=[own], max_epochs=1)
     return own, module
 
 
@@ -296,12 +289,11 @@ def test_a_run_with_a_profile_equals_one_without_and_each_rank_adds_up(tmp_path,
         assert traces == ["rank_0.0.pt.trace.json.gz", "rank_1.0.pt.trace.json.gz"], name
 
 
-class Faulty(LightningModule):
+class Faulty(Squares):
     """A net whose steps take some milliseconds, with a planted fault on rank 1."""
 
     def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        super().__init__(*(torch.nn.Linear(256, 256) for _ in range(4)), lr=1e-3)
         self.fault = fault
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -311,10 +303,7 @@ class Faulty(LightningModule):
                 torch.mm(torch.ones(256, 256), torch.ones(256, 256))
         if self.global_rank == 1 and self.fault == "host":
             time.sleep(0.2)
-        return self.net(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 1e-3)
+        return super().training_step((x,), batch_idx)
 
 
 class SlowRows(TensorDataset):
@@ -424,42 +413,3 @@ def test_hooks_are_gone_afterwards_also_after_an_error() -> None:
     handle.remove()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert not any(part._forward_hooks_always_called for part in model.modules())
-
-
-# --- the table of memory has the state of the run's own optimizer ----------------------------------------------------
-
-
-CONFIG: dict[str, Any] = {"trainer": {"accelerator": "cpu"}, "data": {"init_args": {"batch_size": 8}}}
-
-
-class Classes(Task):
-    def __init__(self, optimizer: type[torch.optim.Optimizer], **options: Any) -> None:
-        super().__init__()
-        self.optimizer, self.options = optimizer, options
-
-    def configure_model(self) -> None:
-        self.model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs, batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters(), lr=0.1, **self.options)  # type: ignore[call-arg]
-
-
-class Zeros(ResumableDataModule):
-    def train_dataloader(self) -> Any:
-        return self.train_loader(torch.utils.data.TensorDataset(torch.zeros(64, 16), torch.zeros(64, dtype=torch.long)))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options", "moments"),
-    [(torch.optim.SGD, {}, 0), (torch.optim.SGD, {"momentum": 0.9}, 1), (torch.optim.AdamW, {}, 2)],
-)
-def test_the_optimizer_s_state_is_that_of_the_run(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], moments: int
-) -> None:
-    table = memory_table(CONFIG, Classes(optimizer, **options), Zeros(batch_size=8), [8, 16], None)
-    for memory in table.memory[None].values():
-        assert memory.parameters > 0
-        assert memory.optimizer == pytest.approx(moments * memory.parameters, rel=0.01)

@@ -3,7 +3,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import TensorDataset
 
@@ -15,26 +15,20 @@ from dlo_plugins.profile.time_to_target import (
     TimeToTarget,
 )
 from support.runs import fit_with_defaults
+from support.trainers import Squares
 
 SAMPLES, BATCH = 20, 4
 
 
-class Learns(LightningModule):
+class Learns(Squares):
     """Its validation metric is the number of optimizer steps over 100, so that a run's course is known."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
+        super().__init__(torch.nn.Linear(3, 1))
 
     def validation_step(self, batch, batch_idx):
         self.log("val_score", self.trainer.global_step / 100)
         self.log("val_loss", 1 - self.trainer.global_step / 100)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Data(ResumableDataModule):

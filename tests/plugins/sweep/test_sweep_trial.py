@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
@@ -28,20 +28,15 @@ from dlo_plugins.sweep.sweep_trial import SweepTrial
 from dlo_plugins.sweep.trial_process import CONNECTION, TrialProcess, last_error, trial_environment
 from dlo_plugins.sweep.trial_queue import SweepWorkers, TrialQueue, environment_of_job, visible_gpus
 from support.launchers import wait_until
-from support.trainers import quiet_trainer
+from support.trainers import Squares, quiet_trainer
 
 
-class Task(LightningModule):
+class Task(Squares):
     def __init__(self, lr=0.1, schedule=False) -> None:
-        super().__init__()
-        self.lr, self.schedule = lr, schedule
-        self.net = torch.nn.Linear(3, 1)
-        with torch.no_grad():
-            self.net.weight.fill_(0.5)
-            self.net.bias.fill_(0.1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
+        super().__init__(torch.nn.Linear(3, 1), lr=lr)
+        self.schedule = schedule
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean(), sync_dist=True)

@@ -31,7 +31,7 @@ def make(tmp_path):
     """Makes queues of one sweep; each is another process's as far as the storage is concerned."""
 
     def make_queue(create=True, folder="sweep", **options):
-        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         return TrialQueue(tmp_path / folder, settings(**options), create=create)
 
     return make_queue
@@ -157,8 +157,7 @@ def test_settings_are_read_as_they_were_written(tmp_path):
 
 def test_a_storage_with_another_sweep_of_that_name_is_refused(make, tmp_path):
     url = f"sqlite:///{tmp_path}/s.db"
-    make(folder="one/sweep" if (tmp_path / "one").mkdir() is None else "", storage=url)
-    (tmp_path / "two").mkdir()
+    make(folder="one/sweep", storage=url)
     with pytest.raises(DloError, match="must have no sweep 'sweep' of another folder"):
         make(folder="two/sweep", storage=url)
 
