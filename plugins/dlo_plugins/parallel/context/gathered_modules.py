@@ -162,7 +162,7 @@ def _convolves(part: nn.Module) -> bool:
 def _interface_parts(module: nn.Module, name: str) -> list[str]:
     """Returns the modules in a mixing module, or itself, that compute through transformers' AttentionInterface.
 
-    None if it mixes positions in other ways too.
+    An empty list if it mixes positions in other ways too.
     """
     root = module.get_submodule(name)
     parts = {f"{name}.{inner}" if inner else name: part for inner, part in root.named_modules()}
