@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch import nn
@@ -25,9 +25,7 @@ from dlo_plugins.compile import callback as compiling
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CUDA_GRAPHS, CompileBlocks
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_tasks.language.causal_lm import CausalLM
 from support.compiled_calls import CALLS, fresh_compiler
-from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 
 clean = pytest.fixture(autouse=True)(fresh_compiler)
@@ -259,71 +257,18 @@ def test_on_an_accelerator_every_mode_trains_as_eager_does(mode, scope, tmp_path
     assert compiled == pytest.approx(losses([]), rel=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_a_language_model_runs_compiled_though_its_head_is_in_the_loss(scope):
-    def train(callbacks):
-        seed_everything(3, verbose=False)
-        task = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, lr=1e-3, optimizer_args={"eps": 1e-3})
-        quiet_trainer(max_steps=4, callbacks=callbacks).fit(task, datamodule=Tokens(1))
-        return task
-
-    callback = Compile(scope=scope, backend="aot_eager")
-    plain, compiled = train([]), train([callback])
-    assert callback.tally.graphs >= 1
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(compiled.state_dict()[name], value, rtol=1e-5, atol=1e-6)
-
-
-# --- Compile: what it tells of a run, and what it refuses ------------------------------------------------------------
-
-
-class Breaking(nn.Module):
-    """Takes any number of columns of 6; breaks into two graphs if told to."""
-
-    def __init__(self, breaks: bool = False) -> None:
-        super().__init__()
-        self.body, self.head, self.breaks = nn.Linear(6, 6), nn.Linear(6, 3), breaks
-
-    def forward(self, x):
-        x = self.body(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.head(x).mean(1)
-
-
-class Squares(LightningModule):
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net = net or Breaking()
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def columns_of(count: int = 20, batch: int = 5, columns: int = 2) -> DataLoader:
-    return DataLoader(TensorDataset(torch.randn(count, columns, 6)), batch_size=batch)
-
-
-def fit_squares(module, callbacks, **options):
-    quiet_trainer(callbacks=callbacks, **{"max_epochs": 2, **options}).fit(module, columns_of())
-
-
 # --- what is told ------------------------------------------------------------------------------------------
 
 
 def test_graph_breaks_and_recompilations_are_told_once_with_their_reasons(tmp_path, capsys):
-    class Grows(Squares):
+    class Grows(Plain):
         def train_dataloader(self):
-            return columns_of(10, 5, max(2, self.trainer.current_epoch + 1))  # 2, 2, 3, 4
+            return loader(10, 5, max(2, self.trainer.current_epoch + 1))  # 2, 2, 3, 4
 
-    fit_squares(Squares(), [Compile(backend="eager")])
+    fit(Plain(), [Compile(backend="eager")], [loader()])
     assert capsys.readouterr().out.count("compiled 1 graph in ") == 1  # nothing new at the end
     torch.compiler.reset()
-    module = Grows(Breaking(breaks=True))
+    module = Grows(Net(scales=[0.1], breaks=True))
     callback = Compile(backend="eager")
     logger = CSVLogger(tmp_path)
     options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
@@ -345,14 +290,14 @@ def test_graph_breaks_and_recompilations_are_told_once_with_their_reasons(tmp_pa
 
 
 def test_a_net_that_is_not_called_as_a_module_is_reported(capsys):
-    class Aside(Squares):
+    class Aside(Plain):
         def training_step(self, batch, batch_idx):
             return self.net.forward(batch[0]).square().mean()
 
-    fit_squares(Aside(), [Compile(backend="eager")], max_epochs=1)
+    fit(Aside(), [Compile(backend="eager")], [loader()], max_epochs=1)
     assert "no module ran compiled: call net as modules" in capsys.readouterr().out
     # The batch whose FLOPs are counted.
-    fit_squares(Squares(), [Compile(backend="eager"), RunMonitor()], max_steps=1)
+    fit(Plain(), [Compile(backend="eager"), RunMonitor()], [loader()], max_steps=1)
     assert "compiled" not in capsys.readouterr().out
 
 
@@ -360,16 +305,16 @@ def test_a_net_that_is_not_called_as_a_module_is_reported(capsys):
 
 
 def test_a_module_that_is_compiled_already_is_refused():
-    module = Squares()
-    module.net.body.compile(backend="eager")
-    with pytest.raises(DloError, match=r"must not be compiled already, got torch\.compile in Squares"):
-        fit_squares(module, [Compile()])
+    module = Plain()
+    module.net.head.compile(backend="eager")
+    with pytest.raises(DloError, match=r"must not be compiled already, got torch\.compile in Plain"):
+        fit(module, [Compile()])
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DloError, match="cannot make the cache folder"):
-        fit_squares(Squares(), [Compile(cache_dir=str(tmp_path / "file" / "cache"))])
+        fit(Plain(), [Compile(cache_dir=str(tmp_path / "file" / "cache"))])
 
 
 def test_strategies_that_wrap_too_early_are_refused():
@@ -377,7 +322,7 @@ def test_strategies_that_wrap_too_early_are_refused():
         strategy = FSDPStrategy.__new__(FSDPStrategy)
 
     with pytest.raises(DloError, match="Compile does not support FSDPStrategy: it joins parameters"):
-        Compile().setup(Early(), Squares(), "fit")
+        Compile().setup(Early(), Plain(), "fit")
 
 
 class OnCuda:
@@ -392,7 +337,7 @@ class OnCuda:
 )
 def test_cuda_graphs_with_accumulated_gradients_are_refused(mode, instead):
     with pytest.raises(DloError, match=f"accumulate_grad_batches must be 1 .* got 2; set it to 1, or mode: {instead}$"):
-        Compile(mode=mode).setup(OnCuda(), Squares(), "fit")
+        Compile(mode=mode).setup(OnCuda(), Plain(), "fit")
 
 
 class OnGraphs(Compile):
@@ -403,19 +348,13 @@ class OnGraphs(Compile):
         self._cuda_graphs = self.mode in CUDA_GRAPHS
 
 
-class Blocks(Squares):
-    def __init__(self):
-        super().__init__()
-        self.net.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-
-
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_cuda_graphs_over_parameters_that_are_gathered_are_refused(scope):
     message = r"mode reduce-overhead, which replays a CUDA graph, got ZeroStrategy, which gathers net\..* mode: default"
     graphs = OnGraphs(scope=scope, mode="reduce-overhead")
     try:
         with pytest.raises(DloError, match=message):
-            fit_squares(Blocks(), [graphs], max_steps=1, strategy=ZeroStrategy(3))
+            fit(Plain(), [graphs], [loader()], max_steps=1, strategy=ZeroStrategy(3))
     finally:
         leave_group()
 
