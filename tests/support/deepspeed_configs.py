@@ -18,7 +18,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": 100,
         "gradient_clipping": 1.0,
-        "prescale_gradients": False,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
@@ -36,24 +35,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 2,
-            "allgather_partitions": True,
             "allgather_bucket_size": 2e8,
             "overlap_comm": True,
-            "reduce_scatter": True,
             "reduce_bucket_size": 2e8,
             "contiguous_gradients": True,
-            "round_robin_gradients": True,
         },
-        "wall_clock_breakdown": False,
     },
     "Hugging Face, zero 3, all auto": {
         "fp16": {
             "enabled": "auto",
             "loss_scale": 0,
-            "loss_scale_window": 1000,
             "initial_scale_power": 16,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
         },
         "bf16": {"enabled": "auto"},
         "optimizer": {
@@ -75,12 +67,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "offload_param": {"device": "cpu", "pin_memory": True},
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "sub_group_size": 1e9,
             "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
             "stage3_gather_16bit_weights_on_model_save": True,
         },
         "gradient_accumulation_steps": "auto",
@@ -88,7 +76,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "steps_per_print": 2000,
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "wall_clock_breakdown": False,
     },
     "old spellings": {
         "train_micro_batch_size_per_gpu": 1,
