@@ -24,7 +24,7 @@ from dlo_framework.plan import tied_groups
 
 ROWS, INPUTS, WIDTH, CLASSES = 16, 6, 8, 3
 DATA = ("ddp", "zero1", "zero2", "zero3", "fsdp", "deepspeed1", "deepspeed2", "deepspeed3")
-PIPELINES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV")
+PIPELINES = ("1F1B", "Interleaved1F1B", "ZBV", "Varuna")
 #: Without those that run neither a training step nor a whole loss.
 STEPS = (*DATA, "tp")
 

@@ -173,9 +173,10 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 #: Ways in which user code reads and writes weights and gradients outside of layers; the slow test has all.
 SOME: dict[str, tuple[str, ...]] = {
-    "ddp": ("sparse gradients",),
+    "ddp": ("sparse gradients", "adversarial"),
     "tp": ("L2", "hook that clips by norm", "held weights"),
-    "GPipe": ("one batch norm object", "loss of what hooks collect"),
+    "ZBV": ("checkpointed by the net", "hook on weights"),
+    "Varuna": ("one batch norm object", "loss of what hooks collect", "writes to its input"),
     "zero3": ("gradient penalty", "hook on weights", "momentum encoder"),
     "fsdp": ("sharpness", "swapped for validation", "prototypes of data"),
     "deepspeed3": ("assigned between steps",),

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -282,7 +283,7 @@ class Denoise(Task):
         return torch.zeros(1, 6), torch.zeros(1, dtype=torch.long)
 
     def inputs(self, batch: Any) -> Any:
-        self.noise = torch.randn_like(batch[0]) * random.choice((1.0, 2.0))
+        self.noise = torch.randn_like(batch[0]) * random.choice((1.0, 2.0)) + np.random.rand()
         return (batch[0], self.noise), {}
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:

@@ -2,18 +2,15 @@
 
 import copy
 import itertools
-import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
@@ -211,137 +208,29 @@ def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(three: An
     of(three, "_noisy")
 
 
-# --- odd modules ---------------------------------------------------------------------------------------------------
-
-ODD = ("checkpointed", "written input", "hooks")
-
-
-class WritesInput(nn.Module):
-    """Block that writes to its input, and keeps a term of a loss in an attribute."""
+class Keeping(nn.Module):
+    """Block that keeps a term of a loss in an attribute."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
         self.kept: Any = 0.0
 
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        hidden.mul_(0.9).add_(0.1)
-        found = self.block(hidden=hidden, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.block(*args, **kwargs)
         self.kept = found[0].mean()
         return found
 
 
-class Checkpointed(nn.Module):
-    """Model whose own forward recomputes its blocks."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = self.model.inward(x) + self.model.shift
-        for layer in self.model.layers:
-            hidden = checkpoint(layer, hidden, scale, use_reentrant=False)[0]
-        return self.model.out(self.model.final(hidden))
-
-
-def odd_case(kind: str, number: int) -> Case:
-    torch.manual_seed(19)
-    case = plain(number)
-    layers: Any = case.model.layers
-    if kind == "written input":
-        for at in range(1, 6):  # Backward needs what the stem returns.
-            layers[at] = WritesInput(layers[at])
-    if kind == "checkpointed":
-        case.forward = lambda model, batch: Checkpointed(model)(batch["x"], batch["scale"])
-    for batch in case.micro_batches:
-        batch.update({name: value.double() for name, value in batch.items() if value.is_floating_point()})
-    case.model.double()
-    return case
-
-
-def _odd(rank: int, world_size: int, folder: Path) -> None:
-    number = 2 * world_size
-    for kind in ODD:
-        for schedule in SOME:
-            case = odd_case(kind, number)
-            alone = copy.deepcopy(case.model)
-            pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
-            if kind == "hooks":
-                for model in (case.model, alone):
-                    for name, parameter in model.named_parameters():
-                        if ".up.weight" in name or ".down.bias" in name:
-                            parameter.register_hook(lambda gradient: gradient * 0.5)
-            for step in range(2):
-                check_step(case, pipeline, alone, [1 / number] * number, f"{kind}, {schedule}, step {step}")
-
-
-def test_odd_modules_train_as_in_one_process(two: Any) -> None:
-    of(two, "_odd")
-
-
-def _denoise(rank: int, world_size: int, folder: Path) -> None:
-    """The noise that is added to the input is the target, as a diffusion model has it."""
-    number, at = 2 * world_size, [0]
-    for schedule in SOME:
-        for split in ([1, 5], [5, 1]) if schedule == "1F1B" else ("balanced",):
-            case = odd_case("", number)
-            case.model.out = nn.Linear(12, 5).double()
-            layers: Any = case.model.layers
-            for layer in layers:
-                layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.2))
-            alone = copy.deepcopy(case.model)
-            pipeline: Any = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule, split=split)
-            places = {id(batch): place for place, batch in enumerate(case.micro_batches)}
-            drawn: dict[tuple[int, int], Tensor] = {}
-
-            def forward(batch: Any, case: Any = case, drawn: Any = drawn, places: Any = places) -> Tensor:
-                other = torch.full((5,), random.random() + np.random.rand(), dtype=torch.float64)
-                drawn[at[0], places[id(batch)]] = noise = torch.randn(4, 5, dtype=torch.float64) + other
-                return case.model(batch["x"] + noise, batch["scale"])
-
-            def loss(outputs: Tensor, batch: Any, drawn: Any = drawn, places: Any = places) -> Tensor:
-                return nn.functional.mse_loss(outputs, drawn[at[0], places[id(batch)]])
-
-            before = torch.get_rng_state()
-            for at[0] in range(2):
-                pipeline.train_step(case.micro_batches, forward, loss, stream=at[0])
-            assert torch.equal(before, torch.get_rng_state()), "stages that draw differently would go apart"
-            everywhere: list[Any] = [None] * world_size
-            dist.all_gather_object(everywhere, drawn)
-            assert len(drawn) == 2 * number
-            assert len({tuple(noise.flatten().tolist()) for noise in drawn.values()}) == 2 * number
-            for others in everywhere:
-                assert all(torch.equal(others[key], noise) for key, noise in drawn.items()), schedule
-            # Without dropout the gradients are those of one process with this noise.
-            for model in (case.model, alone):
-                model.zero_grad()
-                model.eval()
-            at[0] = 2
-            total = pipeline.train_step(case.micro_batches, forward, loss, stream=2)
-            expected = 0.0
-            for place, batch in enumerate(case.micro_batches):
-                noise = drawn[2, place]
-                one = nn.functional.mse_loss(alone(batch["x"] + noise, batch["scale"]), noise) / number
-                one.backward()
-                expected += one.item()
-            assert float(total) == pytest.approx(expected, rel=1e-12)
-            for (name, found), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
-                if pipeline.ownership(name):
-                    torch.testing.assert_close(found.grad, other.grad, rtol=1e-10, atol=1e-14)
-
-
-def test_random_numbers_before_the_blocks_are_the_same_on_all_stages(two: Any) -> None:
-    of(two, "_denoise")
-
-
 def _refused(rank: int, world_size: int, folder: Path) -> None:
     """Stages of one rank, so that no other waits for what raises; other ranks' blocks are named as such."""
-    case = odd_case("written input", 2)
+    case = plain(2)
+    layers: Any = case.model.layers
+    for at in range(1, 6):
+        layers[at] = Keeping(layers[at])
     groups = [dist.new_group([member]) for member in range(world_size)]
     pipeline: Any = Pipeline(case.model, case.plan, groups[rank], schedule="Interleaved1F1B", stages_per_rank=3)
     case.step(pipeline)
-    layers: Any = case.model.layers
     plain_loss = case.loss
     case.loss = lambda model, outputs, batch: (
         plain_loss(model, outputs, batch) + sum(layer.kept for layer in layers[1:])
@@ -350,7 +239,7 @@ def _refused(rank: int, world_size: int, folder: Path) -> None:
     pipeline._mark_kept(2)
     with pytest.raises(DloError, match=r"got 'add' after .* on a value computed from 'layers\.1\.kept'"):
         case.loss(case.model, torch.zeros(4, 3), {"y": torch.zeros(4, dtype=torch.long)})
-    case = odd_case("", 2)
+    case = plain(2)
     pipeline = Pipeline(case.model, case.plan, groups[rank], schedule="Interleaved1F1B", stages_per_rank=3)
     step = 0
 
@@ -383,7 +272,7 @@ def test_what_a_loss_uses_of_other_stages_is_refused(two: Any) -> None:
 
 
 #: Checks whose ranks start once.
-OF_TWO = (_options, _evaluate, _frozen, _odd, _denoise, _refused)
+OF_TWO = (_options, _evaluate, _frozen, _refused)
 
 
 def _found(rank: int, world_size: int) -> dict[str, Any]:
