@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework import Task
-from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.memory.block_survey import AllocationLog
 from dlo_plugins.memory.rotor_callback import Rotor
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
+from support.trainers import quiet_trainer
 
 ROWS, STEPS = 128, 8
 
@@ -82,9 +82,6 @@ class NetTask(Task):
     def parallel_plan(self) -> ParallelPlan:
         return ParallelPlan(blocks=("blocks.*",), stem=("inward",), head=("head",))
 
-    def example_batch(self, datamodule: Any) -> Any:
-        return torch.zeros(1, 16), torch.zeros(1, dtype=torch.long)
-
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch[1])
 
@@ -113,10 +110,7 @@ def make_task(kind: str) -> Any:
         "resnet": ("resnet26", RESNET),
     }
     name, args = names[kind]
-    size = 32 if kind == "resnet" else None  # Its tensor rules are inferred from a batch's shapes.
-    return ImageClassifier(
-        name, model_args=dict(args), num_classes=10, lr=1e-3, schedule="constant", image_size=size
-    )  # fmt: skip
+    return ImageClassifier(name, model_args=dict(args), num_classes=10, lr=1e-3, schedule="constant")
 
 
 class Batches(LightningDataModule):
@@ -149,7 +143,7 @@ class Seen(Callback):
 
     Attributes:
         rotor: Rotor of the run; None without.
-        gradients: This rank's gradients at each optimizer step.
+        gradients: Gradients at each optimizer step.
         forwards: Executed forwards of each chain in the last step.
         peak: Peak of activations in the last step.
         buffers: Buffers at the end.
@@ -177,20 +171,18 @@ class Seen(Callback):
             self._log.__exit__(None, None, None)
             self._log = None
         stepped = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.gradients.append(torch.cat([local_tensor(gradient).flatten() for gradient in stepped]).clone())
+        self.gradients.append(torch.cat([gradient.flatten() for gradient in stepped]).clone())
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.forwards = [list(executed.forwards) for executed in (self.rotor.executed if self.rotor else ())]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers() if not buffer.is_meta}
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
 
 
 def train(
     kind: str,
     budget: str | None = None,
-    strategy: Any = "auto",
-    devices: int = 1,
     measures: bool = False,
     link: str | None = None,
     **options: Any,
@@ -200,8 +192,6 @@ def train(
     Args:
         kind: Kind of the task.
         budget: Budget of Rotor; None for a run without it.
-        strategy: Strategy of the run.
-        devices: Number of ranks.
         measures: Whether to measure the memory of the last step.
         link: Rate of the link to which Rotor offloads; None if it does not.
         **options: Further options of the trainer; `callbacks` come before Rotor.
@@ -212,29 +202,23 @@ def train(
         rotor = Rotor(budget) if link is None else Rotor(budget, offload=True, link=link)
     seen = Seen(rotor, measures=measures)
     callbacks = [*options.pop("callbacks", []), seen, *([rotor] if rotor else [])]
-    settings: dict[str, Any] = {
-        **{"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_steps": STEPS, "max_epochs": 1},
-        **{"enable_model_summary": False, "logger": False, "enable_checkpointing": False},
-        **{"enable_progress_bar": False, "limit_val_batches": 0, "use_distributed_sampler": False},
-        "default_root_dir": tempfile.mkdtemp(),
-    }
-    trainer = Trainer(**{**settings, "callbacks": callbacks, **options})
+    settings = {"max_steps": STEPS, "max_epochs": 1, "limit_val_batches": 0, "default_root_dir": tempfile.mkdtemp()}
+    trainer = quiet_trainer(callbacks=callbacks, **settings | options)
     trainer.fit(make_task(kind), Batches(kind))
     return seen
 
 
-def assert_same(plain: Seen, found: Seen, parts: int = 1) -> None:
+def assert_same(plain: Seen, found: Seen) -> None:
     """Checks that gradients and buffers are equal to the bit, and that the executed forwards are the planned ones.
 
     Args:
         plain: Run without Rotor.
         found: Run with it.
-        parts: Number of micro-batches of a batch.
     """
     assert len(plain.gradients) == len(found.gradients) > 3
     assert all(map(torch.equal, plain.gradients, found.gradients))
     assert any(gradient.abs().max() > 0 for gradient in found.gradients)
     assert all(torch.equal(value, found.buffers[name]) for name, value in plain.buffers.items())
     assert found.rotor is not None
-    planned = [[parts * count for count in plan.schedule.forwards[:-1]] for plan in found.rotor.plans]
+    planned = [[*plan.schedule.forwards[:-1]] for plan in found.rotor.plans]
     assert found.forwards == planned or any(plan.measured.refusal for plan in found.rotor.plans)
