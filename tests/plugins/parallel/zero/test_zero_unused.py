@@ -25,12 +25,14 @@ from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
 
 PARTS = 4
-#: By case, which parts each of two ranks uses in each of two micro-batches.
-CASES: dict[str, tuple[tuple[set[int], set[int]], tuple[set[int], set[int]]]] = {
-    "not in the last micro-batch": (({0, 1, 2, 3}, {0, 1}), ({0, 1, 2, 3}, {0, 1})),
-    "not on both ranks": (({0, 1, 2, 3}, {0}), ({1, 3}, {2})),
-    "not on the second rank": (({0, 1, 2, 3}, {0, 1, 2, 3}), (set(), set())),
-    "one by nobody": (({0}, {1}), ({2}, {0})),
+#: By case, which parts each of two ranks uses in each of two micro-batches, in which order.
+CASES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "not in the last micro-batch": (("0123", "01"), ("0123", "01")),
+    "not on both ranks": (("0123", "0"), ("13", "2")),
+    "not on the second rank": (("0123", "0123"), ("", "")),
+    "one by nobody": (("0", "1"), ("2", "0")),
+    "in any order": (("0123", "3120"), ("2310", "02")),
+    "in another order each time": (("0123", "3120"), ("0123", "3120")),
 }
 
 
@@ -42,10 +44,10 @@ class Parts(nn.Module):
         torch.manual_seed(0)
         self.first, self.parts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(PARTS))
 
-    def forward(self, x: Tensor, used: set[int]) -> Tensor:
+    def forward(self, x: Tensor, used: str) -> Tensor:
         x = self.first(x)
-        for number in sorted(used):
-            x = torch.tanh(self.parts[number](x))
+        for number in used:
+            x = torch.tanh(self.parts[int(number)](x))
         return x.square().mean()
 
 
@@ -71,7 +73,8 @@ def _divided(rank: int, stage: int, case: str) -> float:
     model, expected = Parts(), _alone(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     options = ZeroOptions(stage, bucket_elements=1, find_unused=True)
-    engine = ZeroEngine(model, [optimizer], [], Communicator(), torch.device("cpu"), options)
+    units = [f"parts.{number}" for number in range(PARTS)] if stage == 3 else []
+    engine = ZeroEngine(model, [optimizer], units, Communicator(), torch.device("cpu"), options)
     for _ in range(2):
         for micro, used in enumerate(CASES[case][rank]):
             engine.sync = micro == 1
