@@ -91,6 +91,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True},
     },
+    "two disks": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "nvme", "nvme_path": "/b"},
+        },
+    },
     "a profiler and a momentum": {
         "train_batch_size": 8,
         "flops_profiler": {"enabled": True, "profile_step": 5, "module_depth": -1, "top_modules": 3, "detailed": True},

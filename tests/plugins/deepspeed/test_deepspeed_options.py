@@ -1,7 +1,6 @@
 """DeepSpeed on ranks: stages, the bridge's options and a JSON, and what else a run has."""
 
 import functools
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,13 @@ from support.runs import Watch
 STEPS = 3
 
 
-class NoSchedule(Model):
-    """An optimizer without a schedule."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
-
-
-def _losses(world_size: int, strategy: Any, module: LightningModule, **options: Any) -> tuple[list[float], list[float]]:
+def _losses(world_size: int, strategy: Any, module: LightningModule) -> list[float]:
     seed_everything(3, workers=True, verbose=False)
     watch = Watch()
-    made = trainer(world_size, strategy, [watch], max_steps=STEPS, **options)
-    made.fit(module, datamodule=DigitsData(image_size=16, batch_size=48))
-    return watch.losses, [group["lr"] for group in made.optimizers[0].param_groups]
+    trainer(world_size, strategy, [watch], max_steps=STEPS).fit(
+        module, datamodule=DigitsData(image_size=16, batch_size=48)
+    )
+    return watch.losses
 
 
 class Block(nn.Module):
@@ -81,7 +74,7 @@ def _recomputed(world_size: int) -> None:
             seed_everything(3, workers=True, verbose=False)
             task = Blocks()
             task.configure_model()
-            losses, _ = _losses(world_size, bridge, task)
+            losses = _losses(world_size, bridge, task)
             found.append((losses, [task.model[number].calls for number in (2, 3, 4)]))  # type: ignore[index]
         (plain, once), (recomputed, twice) = found
         assert once == [STEPS] * 3, stage
@@ -95,7 +88,7 @@ def _recomputed(world_size: int) -> None:
 def _options(rank: int, world_size: int, folder: Path) -> None:
     register_data_parallel()
     seed_everything(3, workers=True, verbose=False)
-    expected, _ = _losses(world_size, "ddp", Model())
+    expected = _losses(world_size, "ddp", Model())
     buckets = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
     profile = {"flops_profiler": {"output_file": str(folder / "flops.txt")}, "wall_clock_breakdown": True}
     accurate = {
@@ -107,7 +100,7 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
     for name, bridge in accurate.items():
         seed_everything(3, workers=True, verbose=False)
         strategy, model = bridge(), Model()
-        found, _ = _losses(world_size, strategy, model)
+        found = _losses(world_size, strategy, model)
         assert found == pytest.approx(expected, rel=1e-5), name
         numel = sum(p.ds_numel if strategy.stage == 3 else p.numel() for p in model.parameters() if p.requires_grad)
         found_size = strategy.engine.deepspeed.zero_reduce_bucket_size()
@@ -116,12 +109,11 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
 
     assert comm.cdb.shm_comm_op is None, "nothing is compiled when ranks meet"
     seed_everything(3, workers=True, verbose=False)
-    rounded, _ = _losses(world_size, ds(2, communication_dtype="bf16")(), Model())
+    rounded = _losses(world_size, ds(2, communication_dtype="bf16")(), Model())
     assert rounded == pytest.approx(expected, rel=1e-2)
     assert rounded != expected
     _evaluated_alike(world_size)
     _recomputed(world_size)
-    _json(world_size, folder)
 
 
 def _evaluated_alike(world_size: int) -> None:
@@ -137,39 +129,7 @@ def _evaluated_alike(world_size: int) -> None:
     assert after["val_loss"] == pytest.approx(inside, rel=1e-6)
 
 
-def _json(world_size: int, folder: Path) -> None:
-    """A JSON as DeepSpeed's users have it, with everything in it."""
-    content = {
-        "train_batch_size": 48 * 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 3e-3}},
-    }
-    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(content))
-    seed_everything(3, workers=True, verbose=False)
-    bridge = DeepSpeedBridge(config=folder / f"{torch.distributed.get_rank()}.json")
-    _, rates = _losses(world_size, bridge, Model(), accumulate_grad_batches=2)
-    assert len(rates) == 1  # The JSON's optimizer has one group.
-    assert 0 < rates[0] < 3e-3
-    assert bridge.config["train_micro_batch_size_per_gpu"] == 24
-    assert bridge.engine is not None
-    assert bridge.engine.deepspeed.gradient_clipping() == 0.5
-    assert type(bridge.optimizers[0]) is torch.optim.AdamW
-    for told, options in (
-        ("gradient_accumulation_steps must equal .* got 2", {}),
-        ("gradient_clip_val", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    ):
-        with pytest.raises(DloError, match=told):
-            _losses(world_size, DeepSpeedBridge(config=content), Model(), **options)
-    alone = {key: value for key, value in content.items() if key != "scheduler"}
-    with pytest.raises(DloError, match="optimizer and scheduler must be set together"):
-        _losses(world_size, DeepSpeedBridge(config=alone), Model(), accumulate_grad_batches=2)
-    _losses(world_size, DeepSpeedBridge(config=alone), NoSchedule(), accumulate_grad_batches=2)
-
-
-def test_options_and_a_json_do_what_they_say(tmp_path: Path) -> None:
+def test_options_do_what_they_say(tmp_path: Path) -> None:
     run_distributed(_options, 2, tmp_path, backend=None)
     assert "DeepSpeed Flops Profiler" in (tmp_path / "flops.txt").read_text()
 
