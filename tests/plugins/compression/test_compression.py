@@ -71,9 +71,6 @@ def test_the_error_is_what_was_not_sent_and_never_more_than_there_was(numbers, p
     assert error.double().norm() <= tensor.double().norm() * (1 + 1e-6)
 
 
-# --- where tensors stand -----------------------------------------------------------------------------------
-
-
 # --- the mean, by its definition ---------------------------------------------------------------------------
 
 
@@ -137,9 +134,6 @@ def test_what_powersgd_keeps_goes_with_the_parameters_when_buckets_change(monkey
     assert powersgd.state.q_memory_dict[0].tolist() == [3.0] * 8
     assert powersgd.state.q_memory_dict[1].tolist() == [2.0] * 8 + [0.0] * 8
     assert [powersgd.state.p_memory_dict[number].numel() for number in (0, 1)] == [8, 17]
-
-
-# --- what is refused ---------------------------------------------------------------------------------------
 
 
 def test_scales_of_blocks_that_are_not_full_are_of_their_own_elements():

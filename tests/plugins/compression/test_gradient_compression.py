@@ -70,32 +70,27 @@ def test_the_mean_on_ranks_is_its_definition_and_the_same_on_all() -> None:
 # --- strategies that reduce gradients themselves -----------------------------------------------------------
 
 
-def _halved(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
+def _halved(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("plain", *names):
-        strategy, method = ("ddp", None) if name == "plain" else (STRATEGIES[name](), "bf16")
+    for name in ("plain", "ddp", "zero3", "fsdp"):
+        strategy, callbacks = (STRATEGIES[name](), [GradientCompression("bf16")]) if name != "plain" else ("ddp", [])
         seed_everything(3, workers=True, verbose=False)
-        module, callback = Net("adamw"), GradientCompression("bf16")
-        trainer = fit(module, [callback] if method else [], strategy=strategy, steps=4)
-        found[name] = gather_full_weights(trainer)
+        found[name] = gather_full_weights(fit(Net("adamw"), callbacks, strategy=strategy, steps=4))
     with pytest.raises(DloError, match="reduce_dtype must be bfloat16 or unset beside a callback"):
         fit(Net("adamw"), [GradientCompression("bf16")], strategy=FSDPStrategy(reduce_dtype="float32"))
     return found
 
 
-@pytest.mark.parametrize(
-    "names", [["ddp", "zero3", "fsdp"], pytest.param(["ddp", "zero1", "zero2", "deepspeed_2"], marks=pytest.mark.slow)]
-)
-def test_other_strategies_round_what_they_send_as_ddp_does(names: list[str]) -> None:
+def test_other_strategies_round_what_they_send_as_ddp_does() -> None:
     """The mean of two ranks in bf16 is the same whoever computes it, and its rounding moves the weights."""
-    found, *_ = run_distributed(_halved, 2, names)
+    found, *_ = run_distributed(_halved, 2)
 
     def apart(one: str, other: str) -> float:
         return max(float((value - found[other][name]).abs().max()) for name, value in found[one].items())
 
     assert apart("plain", "ddp") > 1e-4
-    for name in names:
-        assert apart(name, "ddp") < 1e-6, name
+    assert apart("zero3", "ddp") < 1e-6
+    assert apart("fsdp", "ddp") < 1e-6
 
 
 # --- training ----------------------------------------------------------------------------------------------

@@ -73,24 +73,6 @@ def test_blocks_whose_outputs_the_model_reads_run_one_by_one() -> None:
     assert all(node.first == node.last for node in plan.schedule.nodes)
 
 
-class Hooked(Callback):
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.calls = 0
-        self.handle = pl_module.model.blocks[1].register_forward_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
-
-
-def test_a_users_hook_on_a_block_runs_once_in_a_step() -> None:
-    def count(budget: str | None) -> int:
-        hooked = Hooked()
-        train("net", budget, callbacks=[hooked])
-        return hooked.calls
-
-    assert count("60%") == count(None) == STEPS
-
-
 @pytest.mark.slow
 def test_compiled_blocks_run_by_the_schedule() -> None:
     options: dict[str, Any] = {"max_steps": STEPS}
@@ -101,18 +83,25 @@ def test_compiled_blocks_run_by_the_schedule() -> None:
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_the_model_is_as_before_after_training() -> None:
-    kinds: list[type] = []
+class Hooked(Callback):
+    """Counts the forwards of a block that has a hook, and looks at the blocks after training."""
 
-    class Last(Callback):
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            for block in pl_module.model.blocks:
-                kinds.append(type(block))
-                assert "forward" not in block.__dict__
-                assert type(block) is Block
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.calls = 0
+        pl_module.model.blocks[1].register_forward_hook(self._count)
 
-    train("net", "60%", callbacks=[Last()])
-    assert len(kinds) == 8
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.after = [(type(block), "forward" in block.__dict__) for block in pl_module.model.blocks]
+
+
+def test_a_users_hook_on_a_block_runs_once_in_a_step_and_the_model_is_as_before_after_training() -> None:
+    hooked = Hooked()
+    train("net", "60%", callbacks=[hooked])
+    assert hooked.calls == STEPS
+    assert hooked.after == [(Block, False)] * 8
 
 
 def test_a_budget_in_which_nothing_fits_names_the_least_that_does() -> None:
@@ -120,26 +109,6 @@ def test_a_budget_in_which_nothing_fits_names_the_least_that_does() -> None:
         train("net", "5%")
     least = re.findall(r"set it to (\d+)%", str(refused.value))[0]
     train("net", f"{least}%")
-
-
-def test_blocks_that_recompute_already_are_refused() -> None:
-    class Early(Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            recompute(pl_module.model.blocks)
-
-    with pytest.raises(DloError, match=r"blocks must recompute by Rotor alone, got 'blocks.0'"):
-        train("net", "60%", callbacks=[Early()])
-
-
-def test_a_compiled_model_is_refused() -> None:
-    with pytest.raises(DloError, match="scope: blocks, got scope: model"):
-        train("net", "60%", callbacks=[Compile(scope="model", backend="eager")])
-
-
-def test_a_malformed_budget_is_refused() -> None:
-    for budget in ("12 parrots", "0GB", "130%", "-1", "sixty"):
-        with pytest.raises(DloError, match="budget must be a size such as 12GB, a share such as 60%, or auto"):
-            Rotor(budget)
 
 
 def test_auto_takes_what_is_left() -> None:
@@ -151,6 +120,7 @@ def test_auto_takes_what_is_left() -> None:
 # offloading in runs: gradients to the bit, memory of the device within the budget, late copies, and errors
 
 
+MALFORMED = ("12 parrots", "0GB", "130%", "-1", "sixty")
 FAST = "100GB/s"  # beside these blocks, so that all that helps is offloaded
 
 
@@ -260,22 +230,35 @@ def test_blocks_that_are_removed_after_an_error_leave_no_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("budget", "options", "message"),
     [
-        ({"link": "12GB/s"}, "Rotor: link must come with offload: true, got 12GB/s without; set offload: true"),
-        ({"offload": True, "link": "fast"}, "link must be a rate such as 25GB/s, or auto, got fast; set one of these"),
-        ({"offload": True, "link": "0"}, "link must be a rate such as 25GB/s, or auto, got 0"),
+        *((budget, {}, "budget must be a size such as 12GB, a share such as 60%, or auto") for budget in MALFORMED),
+        ("60%", {"link": "12GB/s"}, "link must come with offload: true, got 12GB/s without; set offload: true"),
+        ("60%", {"offload": True, "link": "fast"}, "link must be a rate such as 25GB/s, or auto, got fast; set one of"),
+        ("60%", {"offload": True, "link": "0"}, "link must be a rate such as 25GB/s, or auto, got 0"),
     ],
 )
-def test_malformed_options(options: dict[str, Any], message: str) -> None:
+def test_malformed_options(budget: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DloError, match=message):
-        Rotor("60%", **options)
+        Rotor(budget, **options)
 
 
-def test_offloading_without_a_link_names_the_fix() -> None:
-    message = r"Rotor: offload must have a link on a CPU, .*; set link: 25GB/s, which is simulated"
+class Early(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        recompute(pl_module.model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("callback", "link", "message"),
+    [
+        (Early(), None, r"blocks must recompute by Rotor alone, got 'blocks.0'"),
+        (Compile(scope="model", backend="eager"), None, "scope: blocks, got scope: model"),
+        (Callback(), "auto", r"offload must have a link on a CPU, .*; set link: 25GB/s, which is simulated"),
+    ],
+)
+def test_runs_that_do_not_fit_are_refused(callback: Callback, link: str | None, message: str) -> None:
     with pytest.raises(DloError, match=message):
-        train("net", "60%", link="auto")
+        train("net", "60%", link=link, callbacks=[callback])
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------
