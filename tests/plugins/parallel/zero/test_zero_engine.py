@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
@@ -23,7 +20,6 @@ from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.parallel.flat_slices import FlatPartition
 from dlo_plugins.parallel.zero.flat_group import FlatGroup
-from dlo_plugins.parallel.zero.strategy import _may_read_weights
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
@@ -316,7 +312,7 @@ def test_each_option_moves_what_it_names_and_nothing_else() -> None:
         assert copies == held == (shards if offload == "optimizer" else 0), offload
 
 
-# --- the arithmetic of who owns what, and who may read it ------------------------------------------------------------
+# --- the arithmetic of who owns what --------------------------------------------------------------------------------
 
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
@@ -342,29 +338,3 @@ def test_the_paper_s_own_figures() -> None:
         # 2 psi parameters, 2 psi gradients, 12 psi optimizer state: six state tensors of two bytes.
         found = paper_bytes(7_500_000_000, 64, stage, element=2, states=6)
         assert (found.parameters + found.gradients + found.optimizer) / 1e9 == pytest.approx(gigabytes, rel=0.02)
-
-
-class Ends(BoringModel):
-    def on_train_end(self) -> None:
-        """May read weights."""
-
-
-class Transfers(BoringModel):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-
-@pytest.mark.parametrize(
-    ("module", "callbacks", "reads"),
-    [
-        (BoringModel(), [], False),
-        (BoringModel(), [LambdaCallback(on_train_batch_end=lambda *_: None)], True),
-        (BoringModel(), [ModelPruning("l1_unstructured", amount=0.5)], True),
-        (Ends(), [], True),
-        (Transfers(), [], True),
-    ],
-)
-def test_who_may_read_weights_between_a_step_and_the_next_forward(
-    module: Any, callbacks: list[Any], reads: bool
-) -> None:
-    assert _may_read_weights(SimpleNamespace(callbacks=callbacks), module) is reads  # type: ignore[arg-type]
