@@ -24,7 +24,7 @@ from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM
-from support.fsdp_nets import Batches, differ, found_by, of, trainer
+from support.fsdp_nets import Batches, differ, trainer
 from support.runs import Watch
 from support.token_batches import FAMILIES, LENGTH, VOCABULARY
 
@@ -111,7 +111,7 @@ def _resumed(rank: int, world: int, folder: Path) -> dict[str, dict[str, Tensor]
     return found
 
 
-def _by_hand(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
+def _by_hand(rank: int, world: int) -> dict[str, Tensor]:
     return fit(ByHand(), [share for batch in texts(2 * STEPS) for share in shares(batch)], mesh("tp x dp"))
 
 
@@ -192,62 +192,25 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
     return found
 
 
-def _to_the_bit(rank: int, world: int, folder: Path) -> None:
-    make = partial(MeshStrategy, pp=2, dp_shard=1, micro_batches=2, schedule="Interleaved1F1B")
-    whole = fit(Language(layers=4), texts(), make(), save=folder / "to the bit")
-    resumed = fit(Language(layers=4), texts(), make(), resume=folder / "to the bit")
-    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
-
-
-def test_a_run_that_goes_on_amid_an_accumulation_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    run_distributed(_to_the_bit, 2, tmp_path, timeout=120, group_timeout=60.0)
-
-
 # --- all of it, on four ranks ----------------------------------------------------------------------------------
 
 
-def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_resumed, _by_hand, _tied), rank, world, folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shares")
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Tensor]:
-    """What one process ends with."""
-    return fit(Language(), texts(), "auto", save=folder / "one")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path, alone: dict[str, Tensor]) -> list[dict[str, Any]]:
-    return run_distributed(_ranks, 4, folder, timeout=280, group_timeout=60.0)
-
-
-def test_shares_are_summed_once_a_step_and_a_checkpoint_amid_it_has_the_whole(
-    ranks: list[dict[str, Any]], alone: dict[str, Tensor]
-) -> None:
-    found = {name: differ(weights, alone) for name, weights in of(ranks, "_resumed")[0].items()}
+def test_shares_are_summed_once_a_step_and_a_checkpoint_amid_it_has_the_whole(tmp_path: Path) -> None:
+    alone = fit(Language(), texts(), "auto", save=tmp_path / "one")
+    ranks = run_distributed(_resumed, 4, tmp_path, timeout=280, group_timeout=60.0)
+    found = {name: differ(weights, alone) for name, weights in ranks[0].items()}
     assert len(found) == 5
+    found["one process, from a mesh"] = differ(fit(Language(), texts(), "auto", resume=tmp_path / "pp x tp"), alone)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=TOLERANCE)
 
 
-def test_one_process_takes_up_what_a_mesh_has_accumulated(
-    ranks: list[dict[str, Any]], alone: dict[str, Tensor], folder: Path
-) -> None:
-    of(ranks, "_resumed")
-    assert differ(fit(Language(), texts(), "auto", resume=folder / "pp x tp"), alone) < TOLERANCE
+def test_backward_passes_by_hand_add_up() -> None:
+    found = run_distributed(_by_hand, 4, timeout=100, group_timeout=60.0)[0]
+    assert differ(found, fit(ByHand(), texts(2 * STEPS), "auto")) < TOLERANCE
 
 
-def test_backward_passes_by_hand_add_up(ranks: list[dict[str, Any]]) -> None:
-    expected = fit(ByHand(), texts(2 * STEPS), "auto")
-    assert differ(of(ranks, "_by_hand")[0], expected) < TOLERANCE
-
-
-def test_a_tied_weight_is_used_where_any_stage_has_used_it(ranks: list[dict[str, Any]]) -> None:
-    found = of(ranks, "_tied")
+def test_a_tied_weight_is_used_where_any_stage_has_used_it(tmp_path: Path) -> None:
+    found = run_distributed(_tied, 4, tmp_path, timeout=280, group_timeout=60.0)
     assert found[0].keys() == TIED_CASES.keys()
     for case, (whole, resumed, _) in found[0].items():
         expected = fit(Tied(), pictures(case), "auto")

@@ -36,7 +36,8 @@ from support.trainers import quiet_trainer
 
 BATCHES, ROWS = 6, 8
 STOPS = (1, 4)  # In the first accumulation and after the second.
-LR, DECAY, CLIP = 0.05, 0.02, 0.5
+LR, CLIP = 0.05, 0.5
+SGD = {"momentum": 0.9, "weight_decay": 0.02}
 
 
 class Layer(nn.Module):
@@ -51,9 +52,9 @@ class Layer(nn.Module):
 class Regression(Task):
     """Regression whose loss is NaN in one batch, and whose optimizer may need full tensors."""
 
-    def __init__(self, nan_at: int = -1, dropout: float = 0.0, needs_full: bool = False) -> None:
+    def __init__(self, nan_at: int = -1, dropout: float = 0.0, needs_full: bool = False, is_late: bool = False) -> None:
         super().__init__()
-        self.nan_at, self.dropout, self.needs_full = nan_at, dropout, needs_full
+        self.nan_at, self.dropout, self.needs_full, self.is_late = nan_at, dropout, needs_full, is_late
 
     def configure_model(self) -> None:
         if not self.has_model:
@@ -70,13 +71,27 @@ class Regression(Task):
         return nn.functional.mse_loss(outputs, batch[1]) * (float("nan") if bad else 1.0)
 
     def configure_optimizers(self) -> Any:
-        return optimizer_of(self, self.needs_full)
+        kind, options = (torch.optim.Adafactor, {}) if self.needs_full else (torch.optim.SGD, SGD)
+        return (late(kind) if self.is_late else kind)(self.parameters(), lr=LR, **options)
 
 
-def optimizer_of(module: nn.Module, needs_full: bool = False) -> torch.optim.Optimizer:
-    if needs_full:
-        return torch.optim.Adafactor(module.parameters(), lr=LR)
-    return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9, weight_decay=DECAY)
+def late(kind: Any) -> Any:
+    """Returns a class of optimizers that apply the gradients of the step before, if they are finite."""
+
+    class Late(kind):  # type: ignore[misc]
+        late: list[Tensor] | None = None
+
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            gradients = [parameter.grad for parameter in parameters]
+            for parameter, gradient in zip(parameters, self.late or [None] * len(parameters), strict=True):
+                parameter.grad = gradient
+            super().step()
+            self.late = gradients if loss.isfinite() else None
+            return loss
+
+    return Late
 
 
 def loader(place: int = 0, places: int = 1) -> Batches:
@@ -84,50 +99,6 @@ def loader(place: int = 0, places: int = 1) -> Batches:
     draw = torch.Generator().manual_seed(1)
     own = torch.randn(BATCHES, ROWS, 6, generator=draw).chunk(places, 1)[place]
     return Batches([(x, x.square().sum(1, keepdim=True)) for x in own])
-
-
-def simulate(
-    skipped: int = -1,
-    accumulated: int = 1,
-    clip: float = 1e9,
-    dtype: torch.dtype = torch.float32,
-    needs_full: bool = False,
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Returns losses and weights of W(t+1) = W(t) - lr * gradient of step t-1 at W(t-1), in one process.
-
-    Args:
-        skipped: Number of the batch whose gradients are not applied.
-        accumulated: Number of batches of an optimizer step.
-        clip: Largest norm of the gradients.
-        dtype: Dtype of the computation.
-        needs_full: Whether the optimizer needs full tensors.
-    """
-    seed_everything(4, verbose=False)
-    task, default = Regression(), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # As Lightning does, so that initial values are drawn in it.
-    try:
-        task.configure_model()
-    finally:
-        torch.set_default_dtype(default)
-    optimizer, losses, late = optimizer_of(task, needs_full), [], None
-    for number, batch in enumerate(loader()):
-        if number % accumulated == 0:
-            optimizer.zero_grad()
-        batch = [tensor.to(dtype) for tensor in batch]
-        loss = task.loss(task.model(batch[0]), batch)
-        (loss / accumulated).backward()
-        if (number + 1) % accumulated:
-            losses.append(loss.item())
-            continue
-        gradients = [parameter.grad for parameter in task.parameters()]
-        if late is not None and number - 1 != skipped:
-            for parameter, gradient in zip(task.parameters(), late, strict=True):
-                parameter.grad = gradient
-            nn.utils.clip_grad_norm_(task.parameters(), clip)
-            optimizer.step()
-        losses.append(loss.item())
-        late = gradients
-    return losses, task.state_dict()
 
 
 def simulate_masters(micro_batches: int = 4) -> tuple[list[float], dict[str, Tensor]]:
@@ -140,7 +111,7 @@ def simulate_masters(micro_batches: int = 4) -> tuple[list[float], dict[str, Ten
     task = Regression()
     task.configure_model()
     masters = {name: p.detach().clone().requires_grad_() for name, p in task.named_parameters()}
-    optimizer = torch.optim.SGD(masters.values(), lr=LR, momentum=0.9, weight_decay=DECAY)
+    optimizer = torch.optim.SGD(masters.values(), lr=LR, **SGD)
     losses, late = [], None
     for batch in loader():
         total, gradients = 0.0, {name: torch.zeros_like(p) for name, p in masters.items()}
@@ -219,6 +190,15 @@ def fit(
     return notes.losses, gather_full_weights(trainer)
 
 
+def simulate(nan_at: int = -1, needs_full: bool = False, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Returns losses and weights of W(t+1) = W(t) - lr * gradient of step t-1 at W(t-1), in one process."""
+    seed_everything(4, verbose=False)
+    notes = Notes()
+    run = trainer(1, "auto", callbacks=[notes], **options)
+    run.fit(Regression(nan_at, needs_full=needs_full, is_late=True), loader())
+    return [float(loss) for loss in notes.losses], gather_full_weights(run)
+
+
 class NoWaits(Callback):
     """Makes the last stage wait, in each of the last steps, until the first stage has begun the next step."""
 
@@ -265,7 +245,7 @@ def _trains(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 def test_weights_are_those_of_a_simulation_and_resumed_runs_equal_others(tmp_path: Path) -> None:
     ranks = run_distributed(_trains, 2, tmp_path, backend=None, timeout=280, group_timeout=90)
     expected, weights = simulate()
-    accumulated, accumulated_weights = simulate(accumulated=2)
+    accumulated, accumulated_weights = simulate(accumulate_grad_batches=2)
     for found in ranks:
         assert [float(loss) for loss in found["whole"][0]] == pytest.approx(delayed(expected), rel=1e-5)
         assert [float(loss) for loss in found["accumulated"][0]] == pytest.approx(delayed(accumulated), rel=1e-5)
@@ -281,7 +261,7 @@ def test_weights_are_those_of_a_simulation_and_resumed_runs_equal_others(tmp_pat
         torch.testing.assert_close(full["accumulated"][key], accumulated_weights[key], rtol=1e-5, atol=1e-5)
         for name in ("noisy", "accumulated"):
             assert torch.equal(full[f"{name} 1"][key], full[name][key]), name
-    for key, value in simulate(skipped=2)[1].items():
+    for key, value in simulate(nan_at=2)[1].items():
         torch.testing.assert_close(full["skipped"][key], value, rtol=1e-5, atol=1e-5)
 
 
@@ -339,15 +319,8 @@ def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(
     for name in names:
         options = COPIES[name]
         in_double = options["precision"] == "64-true"
-        expected, weights = (
-            simulate(
-                clip=options.get("gradient_clip_val", 1e9),
-                dtype=torch.float64,
-                needs_full=options.get("needs_full", False),
-            )
-            if in_double
-            else simulate_masters()
-        )
+        of_one = {key: value for key, value in options.items() if key != "sharding"}
+        expected, weights = simulate(**of_one) if in_double else simulate_masters()
         losses = [sum(step) / ranks for step in zip(*([float(x) for x in one[name][0]] for one in found), strict=True)]
         # Sums of rows are rounded in another order to bf16 where ranks have other rows.
         close = 1e-12 if in_double else 3e-3 if ranks > 2 else 1e-5
@@ -356,7 +329,7 @@ def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(
             assert found[0][name][1][key].dtype == (torch.float64 if in_double else torch.float32), name
             torch.testing.assert_close(found[0][name][1][key], value, rtol=close, atol=close)
             assert torch.equal(found[0][f"{name}, resumed"][1][key], found[0][name][1][key]), (name, key)
-    single = simulate(clip=CLIP)[0]
+    single = simulate(gradient_clip_val=CLIP)[0]
     assert delayed(simulate_masters()[0]) != pytest.approx(delayed(single), rel=3e-4), "bf16 weights change the losses"
     for one in found:
         assert all(map(torch.equal, one["param_dtype, evaluated"][0], one["param_dtype"][0]))
@@ -376,9 +349,7 @@ def test_it_goes_with_data_and_tensor_parallelism(tmp_path: Path, names: list[st
     ranks = run_distributed(_with_others, 4, tmp_path, names, backend=None, timeout=280, group_timeout=90)
     for name in names:
         options = BESIDE[name]
-        expected, simulated = simulate(
-            accumulated=options.get("accumulate_grad_batches", 1), clip=options.get("gradient_clip_val", 1e9)
-        )
+        expected, simulated = simulate(**{key: value for key, value in options.items() if key != "axes"})
         losses = [[float(loss) for loss in found[name][0]] for found in ranks]
         mean = [sum(step) / len(step) for step in zip(*losses, strict=True)]
         assert mean == pytest.approx(delayed(expected), rel=1e-5), name
@@ -413,29 +384,13 @@ MESHES: dict[str, Any] = {
 STEPS, STOP = 4, 2
 
 
-class Late(torch.optim.AdamW):
-    """Optimizer that applies the gradients of the step before."""
-
-    late: list[Tensor] | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter, gradient in zip(parameters, self.late or [None] * len(parameters), strict=True):
-            parameter.grad = gradient
-        super().step()
-        self.late = gradients
-        return loss
-
-
 class Model(CausalLM):
     def __init__(self, is_late: bool) -> None:
         super().__init__(config={"model_type": "qwen3", **FAMILIES["qwen3"]}, lr=1e-2)
         self.is_late = is_late
 
     def configure_optimizers(self) -> Any:
-        kind = Late if self.is_late else torch.optim.AdamW
+        kind = late(torch.optim.AdamW) if self.is_late else torch.optim.AdamW
         return kind(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.05)
 
 

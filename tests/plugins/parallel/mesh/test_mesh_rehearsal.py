@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,20 +122,7 @@ def test_heads_that_ranks_do_not_divide_are_named_with_their_rules_and_a_size_th
         strategy_of(8, tp=4, pp=2).check_model(Words())
 
 
-def test_nothing_is_left_of_a_check() -> None:
-    task = Words()
-    torch.manual_seed(1)
-    random.seed(1)
-    expected = torch.rand(3).tolist(), random.random()
-    torch.manual_seed(1)
-    random.seed(1)
-    strategy_of(4, tp=2, pp=2).check_model(task)
-    assert (torch.rand(3).tolist(), random.random()) == expected
-    assert not dist.is_initialized()
-    assert not task.has_model
-
-
-def test_a_model_in_memory_is_not_copied_by_its_check(monkeypatch) -> None:
+def test_a_check_copies_no_model_in_memory_and_leaves_nothing(monkeypatch) -> None:
     class Still(Words):
         blocks = 32
 
@@ -146,7 +134,11 @@ def test_a_model_in_memory_is_not_copied_by_its_check(monkeypatch) -> None:
         raise AssertionError("a weight is copied")
 
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", copied)
+    states = torch.get_rng_state(), random.getstate()
     strategy_of(4, tp=2, pp=2).check_model(task)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert not dist.is_initialized()
     assert {name: (id(p), p._version) for name, p in task.named_parameters()} == weights
     assert all(p.grad is None and not p.is_meta for p in task.parameters())
 
@@ -264,25 +256,17 @@ def test_a_copy_with_fake_tensors_shares_what_objects_hold():
 
 
 @pytest.mark.parametrize(
-    ("kind", "axis", "refused"),
+    ("task", "axis"),
     [
-        pytest.param("beam", "tp", None, marks=pytest.mark.slow),  # a bias of its gate for each head
-        pytest.param("granite_swa", "tp", None, marks=pytest.mark.slow),  # a sink for each head
-        pytest.param("bart", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight", marks=pytest.mark.slow),
-        pytest.param("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules", marks=pytest.mark.slow),
-        # Its attention, which adds a mask of its own, gets full sequences.
-        pytest.param("doge", "cp", None, marks=pytest.mark.slow),
-        ("nemotron_h", "tp", None),  # Rules of its own for the vocabulary alone; the others are inferred.
+        (causal("nemotron_h"), "tp"),  # Rules of its own for the vocabulary alone; the others are inferred.
+        (ImageClassifier("vgg11", num_classes=3, image_size=32), "pp"),
     ],
 )
-def test_families_that_passed_and_failed(kind: str, axis: str, refused: str | None) -> None:
+def test_models_that_failed_in_their_ranks_are_cut(task: Task, axis: str) -> None:
+    """All others are slow, in test_rehearsed_plans."""
     strategy = strategy_of(2, **{axis: 2})
-    if refused is None:
-        strategy.check_model(causal(kind), Windows())
-        strategy.describe(causal(kind), Windows())
-    else:
-        with pytest.raises(DloError, match=refused):
-            strategy.check_model(causal(kind), Windows())
+    strategy.check_model(task, Windows())
+    strategy.describe(task, Windows())
 
 
 class Unused(Net):
@@ -308,13 +292,8 @@ class Spare(Words):
         return replace(super().parallel_plan(), head=("head", "spare"))
 
 
-@pytest.mark.parametrize(
-    "axes", [pytest.param({"pp": 2, "schedule": "ZBH1"}, marks=pytest.mark.slow), {"pp": 2, "tp": 2}]
-)
-def test_parameters_without_a_gradient_are_refused_before_a_process_starts(axes: dict[str, Any]) -> None:
-    def make_strategy(**more: Any) -> MeshStrategy:
-        return strategy_of(axes.get("pp", 1) * axes.get("tp", 1), **axes, **more)
-
+def test_parameters_without_a_gradient_are_refused_before_a_process_starts() -> None:
+    make_strategy = partial(strategy_of, 4, pp=2, tp=2)
     with pytest.raises(DloError) as error:
         make_strategy().check_model(Spare())
     message = str(error.value)
@@ -330,32 +309,23 @@ def test_parameters_without_a_gradient_are_refused_before_a_process_starts(axes:
     make_strategy().check_model(frozen)
 
 
-def test_a_task_whose_steps_are_its_own_is_not_refused_for_parameters_without_a_gradient() -> None:
-    class OwnStep(Spare):
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-            return super().training_step(batch, batch_idx)
-
-    class Freezes(Spare):
-        def on_fit_start(self) -> None:
-            self.model.spare.requires_grad_(False)
-
-    class Brings(Spare):
-        def configure_callbacks(self) -> list[Callback]:
-            return [Freezing()]
-
-    class ByHand(Spare):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    for kind in (OwnStep, Freezes, Brings, ByHand):
-        strategy_of(2, tp=2).check_model(kind())
-
-
 class Freezing(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for block in pl_module.model.blocks:
             block.spare.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"training_step": lambda self, batch, batch_idx: Spare.training_step(self, batch, batch_idx)},
+        {"on_fit_start": lambda self: self.model.spare.requires_grad_(False)},
+        {"configure_callbacks": lambda self: [Freezing()]},
+        {"automatic_optimization": False},
+    ],
+)
+def test_a_task_whose_steps_are_its_own_is_not_refused_for_parameters_without_a_gradient(members: Any) -> None:
+    strategy_of(2, tp=2).check_model(type("Own", (Spare,), members)())
 
 
 def test_what_a_users_code_freezes_before_the_first_step_is_not_asked_for_a_gradient() -> None:
@@ -389,24 +359,6 @@ def test_what_a_users_code_freezes_before_the_first_step_is_not_asked_for_a_grad
 def test_weights_tied_across_stages_are_not_taken_for_unused() -> None:
     strategy_of(2, pp=2).check_model(causal("gpt2", tie_word_embeddings=True), Windows())
     strategy_of(2, pp=2).check_model(causal("gpt2", tie_word_embeddings=False), Windows())
-
-
-# --- image models that pp cannot cut -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "settings"),
-    [
-        ("vgg11", 32, {}),
-        # Position encodings and patch embeddings between the blocks, which are registered before and after them.
-        pytest.param("twins_pcpvt_small", 32, {"depths": (2, 1, 1, 1)}, marks=pytest.mark.slow),
-        # A class token that meets the patches after all their blocks.
-        pytest.param("cait_xxs24_224", 32, {"depth": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_image_models_that_failed_in_their_ranks_are_cut(name: str, size: int, settings: dict[str, Any]) -> None:
-    task = ImageClassifier(name, num_classes=3, image_size=size, model_args=settings)
-    strategy_of(2, pp=2).check_model(task)
 
 
 class Middle(Net):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
@@ -25,6 +25,7 @@ from support.causal_types import SIZES, TYPES, tiny
 from support.image_models import IMAGE_MODELS, TRANSFORMERS, options
 from support.runs import Losses
 from support.token_batches import Batches
+from support.trainers import quiet_trainer
 
 ROWS, LENGTH, STEPS = 4, 16, 2
 MESHES: dict[str, dict[str, Any]] = {
@@ -34,7 +35,6 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 #: Models that ranks train before others take their place: each leaves process groups behind.
 AT_ONCE = 40
-OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 #: Losses in single precision, whose last bits depend on the order of sums; experts are chosen by them.
 RTOL = 2e-4
 
@@ -69,7 +69,7 @@ def batches(kind: str, task: Any) -> list[Any]:
 def strategy_of(mesh: str) -> MeshStrategy:
     """A strategy as a Trainer of two ranks has it before they start."""
     strategy = MeshStrategy(**MESHES[mesh])
-    Trainer(accelerator="cpu", devices=2, strategy=strategy, **OFF)
+    quiet_trainer(devices=2, strategy=strategy)
     return strategy
 
 
@@ -93,8 +93,8 @@ def train(kind: str, name: str, strategy: Any, devices: int) -> list[float]:
     found, parts = batches(kind, task), 1
     if kind == "image" and devices == 1:
         found, parts = [halves for x, y in found for halves in zip(x.chunk(2), y.chunk(2), strict=True)], 2
-    options = {**OFF, "max_steps": STEPS, "accumulate_grad_batches": parts, "callbacks": [losses]}
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
+    options = {"max_steps": STEPS, "accumulate_grad_batches": parts, "callbacks": [losses]}
+    trainer = quiet_trainer(devices=devices, strategy=strategy, **options)
     trainer.fit(task, DataLoader(Batches(found), batch_size=None))
     return [sum(losses.found[first : first + parts]) for first in range(0, len(losses.found), parts)]
 
