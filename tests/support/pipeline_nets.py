@@ -60,15 +60,17 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Block with dropout, a batch norm, and a buffer that the forward changes and uses."""
+    """Block with dropout, a batch norm, and a buffer that the forward changes and uses; it may write to its input."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, writes: bool) -> None:
         super().__init__()
-        self.block, self.norm, self.drop = block, nn.BatchNorm1d(12), nn.Dropout(0.3)
+        self.block, self.norm, self.drop, self.writes = block, nn.BatchNorm1d(12), nn.Dropout(0.3), writes
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
         self.scale.mul_(1.1)  # type: ignore[operator]
+        if self.writes:
+            hidden.mul_(0.9)
         found, _ = self.block(self.norm(self.drop(hidden)), **kwargs)
         return found * self.scale.clone() + hidden, None  # type: ignore[operator]
 
@@ -162,7 +164,7 @@ def language(model_type: str, micro_batches: int, packed: bool = False, **option
     sizes = {
         "vocab_size": 61, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 6, "n_embd": 24, "n_layer": 6, "n_head": 4, "n_positions": 32,
-        "max_position_embeddings": 32, "sliding_window": 4, "ffn_dim": 48, "word_embed_proj_dim": 24,
+        "max_position_embeddings": 32, "sliding_window": 4,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     none = dict.fromkeys(("attention_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"), 0.0)
@@ -205,11 +207,8 @@ CASES: dict[str, Callable[[int], Case]] = {
     "resnet": resnet,
     "llama": lambda n: language("llama", n, packed=True),
     "llama, tied": lambda n: language("llama", n, tie_word_embeddings=True),
-    "gpt_neox": lambda n: language("gpt_neox", n),
     "gpt2": lambda n: language("gpt2", n, tie_word_embeddings=True),
     "gemma2": lambda n: language("gemma2", n, attn_implementation="eager"),
-    "qwen3": lambda n: language("qwen3", n, packed=True, tie_word_embeddings=True),
-    "opt": lambda n: language("opt", n, tie_word_embeddings=True),
 }
 
 

@@ -19,7 +19,6 @@ from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.parallel.pipeline.pipeline_schedules import Action, ActionKind, make_schedule
 from dlo_plugins.parallel.pipeline.simulation import MeasuredCosts
 from dlo_plugins.parallel.pipeline.timeline import draw_comparison, simulate_ideal
-from support.fsdp_nets import found_by, of
 from support.pipeline_nets import FLUSHING, most_in_flight, plain
 
 NUMBER = 8
@@ -52,7 +51,7 @@ class Watching(nn.Module):
         return self.block(Watched.apply(hidden), **kwargs)
 
 
-def _memory(rank: int, world_size: int, folder: Path) -> dict[str, tuple[int, int]]:
+def _memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     found = {}
     for schedule in FLUSHING:
         case = plain(NUMBER)
@@ -76,8 +75,8 @@ def _memory(rank: int, world_size: int, folder: Path) -> dict[str, tuple[int, in
     return found
 
 
-def test_activations_live_as_long_as_the_schedule_says(two: Any) -> None:
-    ranks = of(two, "_memory")
+def test_activations_live_as_long_as_the_schedule_says() -> None:
+    ranks = run_distributed(_memory, 2, timeout=100)
     for found in ranks:
         for schedule, (most, expected) in found.items():
             assert most == expected, schedule
@@ -86,7 +85,7 @@ def test_activations_live_as_long_as_the_schedule_says(two: Any) -> None:
     assert [found["Varuna"][0] for found in ranks] == [1, 1]
 
 
-def _sent(rank: int, world_size: int, folder: Path) -> dict[str, int]:
+def _sent(rank: int, world_size: int) -> dict[str, int]:
     found = {}
     for schedule in FLUSHING:
         case = plain(12)
@@ -97,8 +96,8 @@ def _sent(rank: int, world_size: int, folder: Path) -> dict[str, int]:
     return found
 
 
-def test_what_has_arrived_is_let_go_of(two: Any) -> None:
-    for rank, found in enumerate(of(two, "_sent")):
+def test_what_has_arrived_is_let_go_of() -> None:
+    for rank, found in enumerate(run_distributed(_sent, 2, timeout=100)):
         assert found.pop("GPipe") == 12
         assert max(found.values()) <= 6, rank
         assert found["1F1B"] <= 2
@@ -130,8 +129,8 @@ def _recorded(rank: int, world_size: int, folder: Path) -> None:
             assert (folder / f"{schedule}.png").stat().st_size > 5000
 
 
-def test_what_ran_when_is_recorded_and_drawn(two: Any) -> None:
-    of(two, "_recorded")
+def test_what_ran_when_is_recorded_and_drawn(tmp_path: Path) -> None:
+    run_distributed(_recorded, 2, tmp_path, timeout=100)
 
 
 class Growing(nn.Module):
@@ -164,18 +163,18 @@ def test_a_hidden_state_of_another_shape_is_refused() -> None:
     assert failed.value.user_error is not None
 
 
-def _refused(rank: int, world_size: int, folder: Path) -> None:
+def _refused(rank: int, world_size: int) -> None:
     case = plain(3)
     pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="Interleaved1F1B")
     with pytest.raises(DloError, match=r"got 3; set 2 or 4"):
         case.step(pipeline)
 
 
-def test_so_many_micro_batches_as_the_schedule_cannot_run_are_refused(two: Any) -> None:
-    of(two, "_refused")
+def test_so_many_micro_batches_as_the_schedule_cannot_run_are_refused() -> None:
+    run_distributed(_refused, 2, timeout=100)
 
 
-def _losses(rank: int, world_size: int, folder: Path) -> list[str]:
+def _losses(rank: int, world_size: int) -> list[str]:
     case, seen = plain(NUMBER), list[str]()
 
     class Told(Pipeline):
@@ -191,16 +190,7 @@ def _losses(rank: int, world_size: int, folder: Path) -> list[str]:
     return seen
 
 
-def test_losses_are_told_before_their_backward_where_they_are_computed(two: Any) -> None:
-    first, last = of(two, "_losses")
+def test_losses_are_told_before_their_backward_where_they_are_computed() -> None:
+    first, last = run_distributed(_losses, 2, timeout=100)
     assert first == ["backward"] * NUMBER
     assert last == ["loss 0", "backward"] * NUMBER
-
-
-def _found(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    return found_by((_memory, _sent, _recorded, _refused, _losses), rank, world_size, folder)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(_found, 2, tmp_path_factory.mktemp("engine"), timeout=280)

@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
-from support.fsdp_nets import found_by, of
 from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, plain, vit
 
 
@@ -47,7 +45,7 @@ def _models(rank: int, world_size: int, names: Sequence[str], schedules: Sequenc
     for name in names:
         for schedule in schedules:
             torch.manual_seed(5)
-            case = CASES[name](number)
+            case = plain(number, depth=13) if name == "deep" else CASES[name](number)
             alone = copy.deepcopy(case.model)
             pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
             check_step(case, pipeline, alone, weights, f"{name}, {schedule}")
@@ -71,29 +69,18 @@ def test_each_model_trains_under_every_schedule(name: str) -> None:
     run_distributed(_models, 2, [name], [*FLUSHING], timeout=120)
 
 
+def _on_four(rank: int, world_size: int) -> None:
+    one_stage = [name for name in FLUSHING if SCHEDULES.get(name).stages_per_rank == 1]
+    _models(rank, world_size, ("vit", "llama, tied"), one_stage)
+    _models(rank, world_size, ("deep",), FLUSHING)
+
+
 @pytest.mark.slow
 def test_on_four_ranks() -> None:
-    one_stage = [name for name in FLUSHING if SCHEDULES.get(name).stages_per_rank == 1]
-    run_distributed(_models, 4, ["vit", "llama, tied"], one_stage, timeout=120)
+    run_distributed(_on_four, 4, timeout=120)
 
 
-def _deep(rank: int, world_size: int) -> None:
-    for schedule in ("Interleaved1F1B", "ZBV"):
-        for number in (8, 12):
-            torch.manual_seed(6)
-            case = plain(number, depth=13)
-            alone = copy.deepcopy(case.model)
-            pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
-            for step in range(2):  # The second finds all shapes known; gradients add up.
-                check_step(case, pipeline, alone, [1 / number] * number, f"{schedule}, {number}, step {step}")
-
-
-@pytest.mark.slow
-def test_two_stages_a_rank_on_four_ranks() -> None:
-    run_distributed(_deep, 4, timeout=120)
-
-
-def _options(rank: int, world_size: int, folder: Path) -> None:
+def uneven_stages_weights_shapes_and_a_seed(rank: int, world_size: int) -> None:
     for schedule in ("1F1B", "ZBV", "Varuna"):
         torch.manual_seed(7)
         case = plain(5, depth=7)
@@ -113,11 +100,7 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
             check_step(case, pipeline, alone, [1 / number] * number, f"{schedule}, {number}", seed=1024.0)
 
 
-def test_uneven_stages_weights_shapes_and_a_seed(two: Any) -> None:
-    of(two, "_options")
-
-
-def _evaluate(rank: int, world_size: int, folder: Path) -> None:
+def evaluation_with_a_partial_last_batch(rank: int, world_size: int) -> None:
     for schedule in ("1F1B", "Interleaved1F1B", "ZBV"):
         torch.manual_seed(8)
         case = vit(5, drop_rate=0.5)
@@ -138,11 +121,7 @@ def _evaluate(rank: int, world_size: int, folder: Path) -> None:
             check_step(case, pipeline, alone, [0.2] * 5, schedule)
 
 
-def test_evaluation_with_a_partial_last_batch(two: Any) -> None:
-    of(two, "_evaluate")
-
-
-def _frozen(rank: int, world_size: int, folder: Path) -> None:
+def frozen_parameters_and_thawing_them(rank: int, world_size: int) -> None:
     for schedule in ("1F1B", "ZBH1", "Varuna"):
         torch.manual_seed(10)
         case = plain(4)
@@ -163,11 +142,7 @@ def _frozen(rank: int, world_size: int, folder: Path) -> None:
                         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_frozen_parameters_and_thawing_them(two: Any) -> None:
-    of(two, "_frozen")
-
-
-def _shared_by_three(rank: int, world_size: int, folder: Path) -> None:
+def a_weight_that_three_ranks_share_gets_the_sum(rank: int, world_size: int) -> None:
     torch.manual_seed(12)
     case = plain(3)
     layers: Any = case.model.layers
@@ -179,18 +154,14 @@ def _shared_by_three(rank: int, world_size: int, folder: Path) -> None:
     check_step(case, pipeline, alone, [0.2, 0.3, 0.5], "shared by three")
 
 
-def test_a_weight_that_three_ranks_share_gets_the_sum(three: Any) -> None:
-    of(three, "_shared_by_three")
-
-
-def _noisy(rank: int, world_size: int, folder: Path) -> None:
+def recomputation_draws_the_same_numbers_and_changes_buffers_once(rank: int, world_size: int) -> None:
     found: dict[str, Any] = {"1F1B": [], "Varuna": []}
     for schedule, autocast in itertools.product(found, (False, True)):
         torch.manual_seed(13)
         case = plain(8)
         layers: Any = case.model.layers
         for at, layer in enumerate(layers):
-            layers[at] = Noisy(layer)
+            layers[at] = Noisy(layer, writes=at > 0)  # Backward needs what the stem returns.
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         losses = []
         for _ in range(2):
@@ -202,10 +173,6 @@ def _noisy(rank: int, world_size: int, folder: Path) -> None:
     for one, other in zip(*found.values(), strict=True):
         assert all(map(torch.equal, one, other))
     assert any(float(buffer.max()) > 2 for buffer in found["Varuna"][2])
-
-
-def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(three: Any) -> None:
-    of(three, "_noisy")
 
 
 class Keeping(nn.Module):
@@ -222,7 +189,7 @@ class Keeping(nn.Module):
         return found
 
 
-def _refused(rank: int, world_size: int, folder: Path) -> None:
+def what_a_loss_uses_of_other_stages_is_refused(rank: int, world_size: int) -> None:
     """Stages of one rank, so that no other waits for what raises; other ranks' blocks are named as such."""
     case = plain(2)
     layers: Any = case.model.layers
@@ -267,23 +234,16 @@ def _refused(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_what_a_loss_uses_of_other_stages_is_refused(two: Any) -> None:
-    of(two, "_refused")
+CHECKS = {
+    uneven_stages_weights_shapes_and_a_seed: 2,
+    evaluation_with_a_partial_last_batch: 2,
+    frozen_parameters_and_thawing_them: 2,
+    what_a_loss_uses_of_other_stages_is_refused: 2,
+    a_weight_that_three_ranks_share_gets_the_sum: 3,
+    recomputation_draws_the_same_numbers_and_changes_buffers_once: 3,
+}
 
 
-#: Checks whose ranks start once.
-OF_TWO = (_options, _evaluate, _frozen, _refused)
-
-
-def _found(rank: int, world_size: int) -> dict[str, Any]:
-    return found_by(OF_TWO if world_size == 2 else (_shared_by_three, _noisy), rank, world_size, Path())
-
-
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_distributed(_found, 2, timeout=280)
-
-
-@pytest.fixture(scope="module")
-def three() -> list[dict[str, Any]]:
-    return run_distributed(_found, 3, timeout=120)
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds_on_ranks(check: Any) -> None:
+    run_distributed(check, CHECKS[check], timeout=120)

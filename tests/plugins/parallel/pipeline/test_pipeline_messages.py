@@ -1,22 +1,24 @@
-"""A step's messages pass whatever the schedule where a group carries its own out one after the other, as NCCL does.
+"""Messages of a pipeline: in which groups they pass, and that every schedule's step comes to its end on NCCL.
 
 The project's own exchanges run against links that note what is asked for. What is noted is then played on streams, each
-in its order: one that computes and waits, and one for each group; a message passes when the sender's and the
-receiver's streams have both come to it.
+in its order: one that computes and waits, and one for each group, which carries its own out one after the other; a
+message passes when the sender's and the receiver's streams have both come to it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dlo_plugins.parallel.pipeline import exchange
-from dlo_plugins.parallel.pipeline.exchange import Exchange, TensorLayout
-from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, ActionKind, Schedule, make_schedule
+from dlo_plugins.parallel.pipeline.exchange import Exchange, TensorLayout, Transport
+from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES, ActionKind, Placement, Schedule, make_schedule
 
 _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 
@@ -150,3 +152,58 @@ def test_every_schedule_comes_to_its_end(name: str, ranks: int, known: bool, mon
         programs = [asked(schedule, rank, monkeypatch, known=known) for rank in range(ranks)]
         assert sum(op[0] == "send" for program in programs for op in program) >= 2 * micro_batches * (ranks - 1)
         assert stuck(programs) == []
+
+
+# --- in which groups hidden states and gradients pass ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "apart", "limit"),
+    [
+        ("nccl", "cuda", True, None),
+        ("gloo", "cpu", False, timedelta(seconds=7)),
+        # With offload to CPU memory there are both.
+        ("cpu:gloo,cuda:nccl", "cuda", True, None),
+        ("cpu:gloo,cuda:nccl", "cpu", False, timedelta(seconds=7)),
+    ],
+)
+def test_on_nccl_what_comes_and_goes_to_each_neighbour_passes_in_a_group_of_its_own(
+    name: str, device: str, apart: bool, limit: timedelta | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    group: Any = SimpleNamespace(_get_backend=lambda _: backend)
+    monkeypatch.setattr(dist, "get_backend", lambda _: name)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    transport = Transport(group, torch.device(device))
+    ways = [transport.link(peer, incoming=incoming) for peer in (0, 2) for incoming in (False, True)]
+    assert len({id(way.group) for way in ways}) == (4 if apart else 1)
+    assert {way._limit for way in ways} == {limit}
+    assert {way.ahead for way in ways} == {0 if apart else 2}
+
+
+class Met(Transport):
+    """Notes whom it would talk to."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.device, self._is_fake = rank, torch.device("cpu"), False
+        self.talks: list[tuple[int, int]] = []
+
+    def link(self, peer: int, *, incoming: bool) -> Any:
+        way = (peer, self.rank) if incoming else (self.rank, peer)
+        self.talks.append(way)
+        return SimpleNamespace(send=int, receive=int, wait=int)
+
+
+def test_links_are_made_each_way_and_in_one_order_on_all_ranks() -> None:
+    for ranks, stages_per_rank, shape in ((2, 1, "loop"), (4, 1, "loop"), (4, 2, "loop"), (4, 2, "v")):
+        pairs = [*Placement(ranks, stages_per_rank, shape).neighbours(), (ranks - 1, 0)]  # type: ignore[arg-type]
+        met = [Met(rank) for rank in range(ranks)]
+        for transport in met:
+            transport.connect(pairs)
+        order = [
+            way for one, other in sorted({(min(p), max(p)) for p in pairs}) for way in ((one, other), (other, one))
+        ]
+        for rank, transport in enumerate(met):
+            assert transport.talks == [way for way in order if rank in way]
