@@ -112,26 +112,29 @@ def plan(**more: str) -> ParallelPlan:
     return ParallelPlan(blocks=("blocks.*",), tensor={f"blocks.*.mlp.{name}": rule for name, rule in more.items()})
 
 
-def test_what_works_on_all_features_at_once_is_refused_where_each_rank_has_a_part() -> None:
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.norm.weight' must not span all features .* got shape \(32,\)"):
-        make_tp_plan(Net(norm=True), plan(up="column", down="row"), 2)
-
-
-def test_rules_that_do_not_make_a_region_are_refused() -> None:
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.up' must have a row projection after it, got none"):
-        make_tp_plan(Net(), plan(up="column"), 2)
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.down' must have a column projection in a module around it"):
-        make_tp_plan(Net(), plan(down="row"), 2)
-    with pytest.raises(
-        DloError, match=r"'blocks.0.mlp.before' must be Linear, Conv2d of one group or Conv1D .* got LayerNorm"
-    ):
-        make_tp_plan(Net(inside=True), plan(before="column", down="row"), 2)
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.down' must compute what nn.Linear does, got .* Scaled"):
-        make_tp_plan(Net(last=Scaled), plan(up="column", down="row"), 2)
-    with pytest.raises(DloError, match=r"with the rule 'vocab' must be an Embedding or a Linear, got LayerNorm"):
-        make_tp_plan(Net(inside=True), plan(before="vocab"), 2)
-    with pytest.raises(DloError, match=r"Mlp must have an attribute with the width of its heads .* 'blocks.0.mlp.up'"):
-        make_tp_plan(Net(), plan(up="heads", down="row"), 2)
+@pytest.mark.parametrize(
+    ("net", "rules", "message"),
+    [
+        (
+            {"norm": True},
+            {"up": "column", "down": "row"},
+            r"'blocks.0.mlp.norm.weight' must not span all features .* got shape \(32,\)",
+        ),
+        ({}, {"up": "column"}, "'blocks.0.mlp.up' must have a row projection after it, got none"),
+        ({}, {"down": "row"}, "'blocks.0.mlp.down' must have a column projection in a module around it"),
+        ({"inside": True}, {"before": "column", "down": "row"}, "mlp.before' must be Linear, .* got LayerNorm"),
+        (
+            {"last": Scaled},
+            {"up": "column", "down": "row"},
+            "must compute what nn.Linear does, got .* Scaled",
+        ),
+        ({"inside": True}, {"before": "vocab"}, "'vocab' must be an Embedding or a Linear, got LayerNorm"),
+        ({}, {"up": "heads", "down": "row"}, "Mlp must have an attribute with the width of its heads .*mlp.up'"),
+    ],
+)
+def test_rules_that_do_not_make_a_region_are_refused(net: Any, rules: dict[str, str], message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        make_tp_plan(Net(**net), plan(**rules), 2)
 
 
 def test_sequence_parallel_needs_tokens_in_a_row() -> None:
