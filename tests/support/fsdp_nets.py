@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -151,22 +149,3 @@ def differ(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     if found.keys() != expected.keys():
         return float("nan")
     return max(float((found[name] - value).abs().max()) for name, value in expected.items() if value.numel())
-
-
-def found_by(checks: Iterable[Callable[..., Any]], rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Returns what each check found, or its traceback: one that fails is not to hide the others."""
-    found: dict[str, Any] = {}
-    for check in checks:
-        try:
-            found[check.__name__] = check(rank, world, folder)
-        except Exception:
-            found[check.__name__] = traceback.format_exc()
-    return found
-
-
-def of(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    """Returns each rank's findings of a check; a check that raised shows its traceback."""
-    for rank in ranks:
-        found = rank[name]
-        assert not (isinstance(found, str) and "Traceback" in found), found
-    return [rank[name] for rank in ranks]

@@ -26,7 +26,7 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.fsdp.torch_fsdp import ComplexReduceScatter
 from dlo_plugins.parallel.mesh.parallelize import ParallelState
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import WIDTH, Block, Module, alone, data, differ, found_by, mine, of, trainer
+from support.fsdp_nets import WIDTH, Block, Module, alone, data, differ, mine, trainer
 
 STRATEGIES = {
     "ddp": DataParallelStrategy,
@@ -193,9 +193,9 @@ def zero_redundancy_optimizer(rank: int, world: int, folder: Path) -> tuple[int,
     return held, report.found.optimizer
 
 
-def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(ranks: list[dict[str, Any]]) -> None:
+def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(tmp_path: Path) -> None:
     parameters = list(Module().parameters())
-    held, reported = zip(*of(ranks, "zero_redundancy_optimizer"), strict=True)
+    held, reported = zip(*run_distributed(zero_redundancy_optimizer, 2, tmp_path, timeout=100), strict=True)
     assert sum(held) == 2 * 4 * sum(p.numel() for p in parameters) + STEP_BYTES * len(parameters)
     assert min(held) > 0
     assert set(reported) == {float(max(held))}
@@ -307,7 +307,6 @@ CHECKS = (
     state_of_a_constructor_that_cannot_be_divided_is_refused,
     a_run_validates_what_its_checkpoints_hold,
     slices_and_expanded_buffers_are_shared_too,
-    zero_redundancy_optimizer,
     they_train_under_each_strategy_as_alone,
     scalars_gradients_are_averaged_in_a_dtype_that_holds_them,
     they_are_summed_without_pairwise_exchange_too,
@@ -315,15 +314,6 @@ CHECKS = (
 )
 
 
-def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by(CHECKS, rank, world, folder)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("odd_state"), timeout=290)
-
-
 @pytest.mark.parametrize("check", CHECKS)
-def test_it_holds_on_two_ranks(ranks: list[dict[str, Any]], check: Any) -> None:
-    of(ranks, check.__name__)
+def test_it_holds_on_two_ranks(check: Any, tmp_path: Path) -> None:
+    run_distributed(check, 2, tmp_path, timeout=290)

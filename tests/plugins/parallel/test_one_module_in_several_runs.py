@@ -79,7 +79,7 @@ AVERAGES = (partial(StochasticWeightAveraging, swa_lrs=0.01), EMAWeightAveraging
 PAIRS = ["zero3 zero3", "zero1 ddp", "zero2 zero3", "zero3 ddp", "zero3 fsdp", "ddp zero3", "deepspeed_1 ddp"]
 PAIRS += ["deepspeed_3 zero3", "fsdp fsdp"]
 #: What runs each time, in turn and around runs: whole, owned and divided parameters; the slow test has all.
-SOME = ["zero1 ddp", "ddp zero3", "zero3 fsdp"]
+SOME = ["zero1 ddp", "ddp zero3", "zero3 fsdp", "fsdp fsdp"]
 SOME_AROUND = ["ddp", "zero3", "fsdp"]
 
 

@@ -132,7 +132,7 @@ def _blocks(rank: int, world_size: int) -> dict[str, tuple[list[int], int]]:
 
 
 def _losses(rank: int, world_size: int, make: Callable[[], Any], module: Module) -> list[float]:
-    run = trainer(world_size, make(), max_epochs=3, accumulate_grad_batches=2, limit_val_batches=1)
+    run = trainer(world_size, make(), max_epochs=2, accumulate_grad_batches=2, limit_val_batches=1)
     run.fit(module, mine(rank, world_size), mine(rank, world_size, steps=1))
     return module.losses
 
@@ -143,7 +143,7 @@ def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
     for stage, offload in ((2, "optimizer"), (3, "both")):
         strategy = OnDevice(stage, offload=offload, bucket_mb=BUCKET_MB, param_dtype="bfloat16")
         module = WithAdafactor()
-        trainer(world_size, strategy, precision="bf16-mixed", overfit_batches=1, max_epochs=5).fit(
+        trainer(world_size, strategy, precision="bf16-mixed", overfit_batches=1, max_epochs=4).fit(
             module, mine(rank, world_size)
         )
         found[f"zero{stage} {offload}"] = module.losses
