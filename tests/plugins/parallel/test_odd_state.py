@@ -276,7 +276,7 @@ def complex_among_real_ones_is_an_error_that_names_them(rank: int, world: int, f
 def they_are_summed_without_pairwise_exchange_too(rank: int, world: int, folder: Path) -> None:
     """As on NCCL."""
     communicator, torch_s = Communicator(), dist.reduce_scatter_tensor
-    communicator._pairwise = False
+    communicator._limit = None
     output, gradients = (torch.full((n,), 1 + 1j * rank) for n in (2, 4))
 
     def as_nccl(output: Tensor, input: Tensor, **options: Any) -> Any:
@@ -287,6 +287,7 @@ def they_are_summed_without_pairwise_exchange_too(rank: int, world: int, folder:
     with mock.patch.object(dist, "reduce_scatter_tensor", as_nccl):
         ComplexReduceScatter()(output, gradients, dist.group.WORLD, dist.ReduceOp.SUM)
         assert output.tolist() == communicator.reduce_scatter(gradients).wait().tolist() == [2 + 1j] * 2
+    assert communicator.all_gather(torch.full((4,), float(rank))).wait().tolist() == [0, 0, 1, 1]
 
 
 def test_a_unit_of_several_dtypes_is_refused_with_units_that_have_one() -> None:
