@@ -232,7 +232,7 @@ class OwnClipping(Model):
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
-REFUSED: list[tuple[Any, str, Any]] = [
+REFUSED: list[tuple[Any, Any, Any]] = [
     (partial(Model, "lamb"), "deepspeed2", "got Lamb, which needs full tensors"),
     (partial(Model, "lookahead"), "deepspeed1", "got Lookahead around AdamW: DeepSpeed partitions only the outer one"),
     (Adversaries, "deepspeed2", "must return one optimizer under DeepSpeed, got 2"),
@@ -240,6 +240,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (OwnClipping, "deepspeed3", "must clip by norm to 0.0, as DeepSpeed does"),
     (Model, "deepspeed3", (Compile, "it gathers a block's parameters layer by layer")),
     (Model, "deepspeed3_cut", (Unfreeze, "requires_grad of blocks.1.0.bias, blocks.1.0.weight")),
+    (Model, ds(2, config={"optimizer": {"type": "AdamW"}}), "optimizer and scheduler must be set together"),
 ]
 
 
@@ -248,7 +249,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     for module, name, what in REFUSED:
         callbacks = [what[0]()] if isinstance(what, tuple) else []
         try:
-            trainer(world_size, STRATEGIES[name](), callbacks, max_steps=2).fit(
+            trainer(world_size, STRATEGIES.get(name, name)(), callbacks, max_steps=2).fit(
                 module(), datamodule=DigitsData(image_size=16, batch_size=48)
             )
             found.append("taken")

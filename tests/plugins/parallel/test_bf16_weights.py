@@ -205,6 +205,10 @@ def _alone(rank: int, world: int) -> list[dict[str, Tensor]]:
         (lambda: ZeroStrategy(3, bf16_weights="masters"), "bf16-true", "rounds the weights before masters are made"),
         (lambda: MeshStrategy(bf16_weights="stochastic"), "32-true", "must be bf16-mixed or bf16-true"),
         (lambda: FSDPStrategy(bf16_weights="masters", param_dtype="float32"), "bf16-mixed", "param_dtype must be bf"),
+        (lambda: ZeroStrategy(2, param_dtype="bfloat16"), "32-true", "that precision 32-true casts to, got bfloat16"),
+        (lambda: ZeroStrategy(2, param_dtype="float16"), "bf16-mixed", "set the trainer's precision to 16-mixed"),
+        (lambda: ZeroStrategy(2, param_dtype="bfloat61"), "bf16-mixed", "got bfloat61; did you mean 'bfloat16'"),
+        (lambda: ZeroStrategy(2, reduce_dtype="bfloat16"), "bf16-mixed", "reduce_dtype must come with a param_dtype"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_processes_start(make: Any, precision: Any, message: str) -> None:

@@ -536,7 +536,7 @@ def unused_parameters_are_named(rank: int, world: int, folder: Path) -> None:
 
 def a_module_that_is_sharded_keeps_its_options(rank: int, world: int, folder: Path) -> None:
     module = Module()
-    trainer(world, FSDPStrategy()).validate(module, mine(rank, world), verbose=False)
+    trainer(world, FSDPStrategy()).test(module, mine(rank, world), verbose=False)
     with pytest.raises(DloError, match="must be those of the earlier run that has sharded"):
         trainer(world, FSDPStrategy(offload=True)).fit(module, mine(rank, world))
 

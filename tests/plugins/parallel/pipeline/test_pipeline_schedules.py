@@ -10,17 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import NamedFunctions
 from dlo_framework.registry import Registry
 from dlo_plugins.parallel.mesh.pipelined_task import PipelineOptions
-from dlo_plugins.parallel.pipeline import pipeline_schedules
 from dlo_plugins.parallel.pipeline.pipeline_schedules import (
     SCHEDULES,
     Action,
     ActionKind,
     Placement,
     Schedule,
-    ScheduleRule,
     flushes,
     forward_only,
     make_placement,
@@ -241,37 +238,27 @@ def test_a_user_s_file_adds_a_schedule(tmp_path: Path, monkeypatch: pytest.Monke
         make_schedule("OneBeOne", 2, 2)
 
 
+def actions(text: str) -> list[Action]:
+    return [Action(ActionKind(action[0]), 0, int(action[1:])) for action in text.split()]
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [
         (lambda placement, rank: [], "must return a rank's actions for .* got TypeError: "),
-        (lambda placement, rank, micro_batches: None, "must return a rank's actions for .* got TypeError: 'NoneType'"),
-        (lambda placement, rank, micro_batches: ["F"], "must return Actions, got 'F'; return Action"),
+        (lambda *_: None, "must return a rank's actions for .* got TypeError: 'NoneType'"),
+        (lambda *_: ["F"], "must return Actions, got 'F'; return Action"),
+        (lambda *_: actions("F0 B0 F1"), "a rank's stages, got F for stage 0 and micro-batch 1; correct"),
+        (lambda *_: actions("F0 I0 W0 F1 B1"), "registered with splits_backward=True to run .* on rank 0; add it"),
+        (lambda *_: actions("F0 R0 B0 R0 F1 R1 B1"), r"a recomputation \(R\) or none, .* got F R B R for stage 0"),
+        (lambda *_: actions("F0 R0 B0 F1 B1"), r"none of the last stage, got 1 of 2 for stage 0 \(the last\)"),
+        (lambda *_: actions("F0 B-1 F1 B0"), r"of its own step, got B0\.-1; register it with flushes=False"),
     ],
 )
-def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_s_schedule_that_cannot_run_is_named(order: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     isolate_named_sets(monkeypatch)
     SCHEDULES.register("Wrong")(order)
     with pytest.raises(DloError, match=f"schedule Wrong .*{message}"):
-        make_schedule("Wrong", 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("actions", "message"),
-    [
-        ("F0 B0 F1", r"once for each micro-batch of a rank's stages, got F for stage 0 and micro-batch 1; correct"),
-        ("F0 I0 W0 F1 B1", r"schedule Wrong must be registered with splits_backward=True to run .* on rank 0; add it"),
-        ("F0 R0 B0 R0 F1 R1 B1", r"a recomputation \(R\) or none, .* got F R B R for stage 0"),
-        ("F0 R0 B0 F1 B1", r"of a stage or none, and none of the last stage, got 1 of 2 for stage 0 \(the last\)"),
-        ("F0 B-1 F1 B0", r"must run micro-batches of its own step, got B0\.-1; register it with flushes=False"),
-    ],
-)
-def test_a_schedule_that_cannot_run_is_refused(actions: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = [Action(ActionKind(action[0]), 0, int(action[1:])) for action in actions.split()]
-    wrong: NamedFunctions[ScheduleRule] = NamedFunctions("schedule", "no_group", ScheduleRule)
-    wrong.register("Wrong")(lambda placement, rank, micro_batches: order)
-    monkeypatch.setattr(pipeline_schedules, "SCHEDULES", wrong)
-    with pytest.raises(DloError, match=message):
         PipelineOptions("Wrong", micro_batches=2).check_schedule(1)
 
 

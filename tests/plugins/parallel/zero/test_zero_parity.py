@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
-from dlo_framework.errors import DloError
 from dlo_framework.local_memory import memory_of
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.testing.record import gather_full_weights
@@ -177,26 +176,6 @@ def test_it_trains_as_autocast_on_single_precision_does(tmp_path: Path) -> None:
         assert halves[-1] < halves[0], name
         assert resumed[0] < halves[0], name
         assert len(resumed) == STEPS, name
-
-
-@pytest.mark.parametrize(
-    ("options", "precision", "message"),
-    [
-        (
-            {"param_dtype": "bfloat16"},
-            "32-true",
-            "the dtype that precision 32-true casts to, got bfloat16",
-        ),
-        ({"param_dtype": "float16"}, "bf16-mixed", "set the trainer's precision to 16-mixed"),
-        ({"param_dtype": "bfloat61"}, "bf16-mixed", "got bfloat61; did you mean 'bfloat16'"),
-        ({"reduce_dtype": "bfloat16"}, "bf16-mixed", "reduce_dtype must come with a param_dtype in half precision"),
-    ],
-)
-def test_dtypes_that_do_not_fit_are_refused_before_processes_start(
-    options: dict[str, Any], precision: Any, message: str
-) -> None:
-    with pytest.raises(DloError, match=message):
-        trainer(2, ZeroStrategy(2, **options), precision=precision)
 
 
 # --- parameters that go without a gradient ---------------------------------------------------------------------------
