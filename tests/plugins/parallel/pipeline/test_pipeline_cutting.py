@@ -102,7 +102,7 @@ class Chain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = hidden = self.stem(x) + (self.stem.weight[:1] if self.kind == "weight" else 0)
-        early = {"stem": first, "view": first.t()[0], "derived": {"of": [first.exp() + 1]}}
+        early = {"stem": first, "derived": {"of": [first.exp() + 1]}}
         for number, block in enumerate(self.blocks):
             if self.kind == "skip" and number == 2:
                 continue
@@ -111,8 +111,6 @@ class Chain(nn.Module):
             else:
                 extra = early.get(self.kind, torch.ones_like(first))
                 hidden = block(hidden, hidden if self.kind == "block" else extra)
-            if self.kind == "number" and number == 0:
-                self.factor = 1.0 if (first > 0).any() else 2.0
             if self.kind == "shape" and number == 0:
                 self.factor = 1.0 + len(first[first > 0]) / 10
             if self.kind == "buffer" and number == 0:
@@ -146,6 +144,7 @@ CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
     ("kind", "message"),
     [
         ("stem", r"got 'blocks\.2' with an argument computed from 'stem'"),
+        ("derived", r"got 'blocks\.2' with an argument computed from 'stem'"),
         ("block", r"got 'blocks\.2' with an argument computed from 'blocks\.1'"),
         ("around", r"got 'add' after 'blocks\.2' on a value computed from 'stem'"),
         ("head", r"got 'add' after 'blocks\.3' on a value computed from 'stem'"),
