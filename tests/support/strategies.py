@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from dlo_framework.testing import Case
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
@@ -39,3 +40,15 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "late copies": partial(PP, dp_replicate=2, schedule="PipeDream2BW"),
     **{f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (1, 2, 3)},
 }
+
+
+def named_cases(names: Iterable[str], trainer: dict[str, Any] | None = None, **arguments: Any) -> list[Case]:
+    """Returns a case of a parity test for each strategy.
+
+    Args:
+        names: Names of strategies.
+        trainer: Options of the trainer.
+        **arguments: Arguments of the function that builds the model and its data.
+    """
+    text = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return [Case(STRATEGIES[name], arguments, trainer or {}, f"{name}, {text}") for name in names]

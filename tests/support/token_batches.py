@@ -56,8 +56,13 @@ def small_model(family: str, **more: Any) -> Any:
     sizes = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
     sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     sizes |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
-    config = language_models.read_config(None, {**sizes, **more})
-    return language_models.build_model(None, config, dtype=torch.float32, attention=None)
+    return built_model({**sizes, **more})
+
+
+def built_model(config: dict[str, Any], dtype: torch.dtype | None = torch.float32) -> Any:
+    """Returns the model of a config, as a task builds it."""
+    settings = language_models.read_config(None, config)
+    return language_models.build_model(None, settings, dtype=dtype, attention=None)
 
 
 class Batches(IterableDataset):

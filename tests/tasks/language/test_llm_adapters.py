@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
 from dlo_framework.models.four_bit_linear import FourBitLinear
-from dlo_framework.testing import Case, assert_parity
+from dlo_framework.testing import assert_parity
 from dlo_tasks.language import adapters
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
-from support.strategies import STRATEGIES
+from support.strategies import named_cases
 from support.token_batches import FAMILIES, SMALL, Tokens
 
 IDS = torch.arange(12).view(2, 6)
@@ -23,7 +23,7 @@ IDS = torch.arange(12).view(2, 6)
 def make(family: str = "llama", **more: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4} if family == "gpt2" else SMALL
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more)).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **more})).eval()
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -59,12 +59,7 @@ def test_an_unknown_target_is_refused_with_the_nearest_name() -> None:
 
 
 def test_merged_weights_are_what_the_adapters_made_of_them() -> None:
-    model = make("gpt2")
-    adapters.add_adapters(model, model.lm_head, Lora(rank=2, alpha=8), torch.float32)
-    names = set(make("gpt2").state_dict())
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            nn.init.normal_(parameter, std=0.3)
+    model, names = adapted(make("gpt2"), 0.3, rank=2, alpha=8), set(make("gpt2").state_dict())
     expected = model(input_ids=IDS).logits
     layer = model.transformer.h[0].mlp.c_fc
     delta = (8 / 2) * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
@@ -92,34 +87,24 @@ def test_frozen_parts_are_named_by_patterns() -> None:
     every = trained(model)
     adapters.freeze_parameters(model, ["lm_head", "model.layers.*.self_attn"])
     assert trained(model) == {name for name in every if "embed" not in name and "self_attn" not in name}
-    with pytest.raises(
-        DloError, match=r"freeze must match parameters of the model, got 'model.layer'; did you mean 'model.layers"
-    ):
+    with pytest.raises(DloError, match=r"must match parameters of the model, got 'model.layer'; did you mean 'model.l"):
         adapters.freeze_parameters(model, ["model.layer"])
     with pytest.raises(DloError, match="freeze must leave a parameter to train"):
         adapters.freeze_parameters(model, ["model", "lm_head"])
 
 
-@pytest.mark.parametrize("values", [{"rank": 0}, {"alpha": -1.0}, {"dropout": 1.0}, {"targets": []}])
-def test_adapters_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(DloError, match=f"lora.{next(iter(values))}"):
-        Lora(**values)
-
-
 # QLoRA: adapters beside 4-bit weights learn as beside the dequantised ones; what is refused; what an export holds
 
 
-SIZES: dict[str, Any] = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
 ROWS = torch.arange(24).view(2, 12)
 
 
-def quantised(**lora: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
-    adapters.add_adapters(model, model.lm_head, Lora(rank=3, base_block=32, **lora), torch.float32)
+def adapted(model: Any, std: float = 0.1, **lora: Any) -> Any:
+    """Returns the model with adapters that change what it computes."""
+    adapters.add_adapters(model, model.lm_head, Lora(**lora), torch.float32)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+            nn.init.normal_(parameter, std=std)
     return model
 
 
@@ -147,34 +132,17 @@ def compare_gradients(model: Any) -> Any:
     ],
 )
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(lora: dict[str, Any]) -> None:
-    model = quantised(**lora)
+    model = adapted(make(hidden_size=64, intermediate_size=96), rank=3, base_block=32, **lora)
     assert sum(isinstance(module, FourBitLinear) for module in model.modules()) == 14
     compare_gradients(model)
-
-
-def test_the_weights_take_a_little_more_than_half_a_byte() -> None:
-    model = quantised(base="nf4")
-    held = sum(p.nbytes for m in model.modules() if isinstance(m, FourBitLinear) for p in m.parameters())
-    count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, FourBitLinear))
-    assert held / count == 0.5 + 2 / 32
-    model = quantised(base="nf4", double_quantisation=True)
-    layers = [m for m in model.modules() if isinstance(m, FourBitLinear)]
-    assert sum(p.nbytes for m in layers for p in m.parameters()) == sum(
-        m.in_features * m.out_features * (0.5 + 1 / 32) + 4 * m.out_features for m in layers
-    )
 
 
 @pytest.mark.parametrize("lora", [{"base": "nf4"}, {"base": "int4", "dora": True, "double_quantisation": True}])
 def test_transposed_weights_are_those_of_their_linear_layers(lora: dict[str, Any]) -> None:
     """GPT-2's Conv1D: the same gradients as with the dequantised Conv1D, and blocks of scales along the inputs."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    model = make("gpt2")
     weight = model.transformer.h[0].attn.c_attn.weight.detach().clone()  # [in, out]
-    adapters.add_adapters(model, model.lm_head, Lora(rank=3, base_block=16, **lora), torch.float32)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    adapted(model, rank=3, base_block=16, **lora)
     layers = [module for module in model.modules() if isinstance(module, FourBitLinear)]
     assert len(layers) == 8
     layer = layers[0]
@@ -188,15 +156,9 @@ def test_transposed_weights_are_those_of_their_linear_layers(lora: dict[str, Any
     torch.testing.assert_close(model(input_ids=ROWS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("values", [{"base": "nf5"}, {"base_block": 7}, {"double_quantisation": True}])
-def test_bases_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(DloError, match=f"lora.{next(iter(values))} must be"):
-        Lora(**values)
-
-
 def test_a_block_that_does_not_fit_is_refused_before_weights_are_read() -> None:
-    task = CausalLM(config={"model_type": "llama", **SIZES}, lora=Lora(base="nf4"))
-    with pytest.raises(DloError, match=r"base_block must be even and divide the 96 .* set base_block: 32"):
+    task = CausalLM(config={"model_type": "llama", **SMALL, "intermediate_size": 96}, lora=Lora(base="nf4"))
+    with pytest.raises(DloError, match=r"base_block must be even and divide the .* set base_block: 32"):
         task.check(None)
 
 
@@ -206,7 +168,7 @@ def test_a_block_that_does_not_fit_is_refused_before_weights_are_read() -> None:
 MOST = ("tp", "sp", "pp", "cp", "fsdp", "zero3")
 ALL = (*MOST, "ddp", "zero1", "zero2", "fsdp_offload")
 NF4: dict[str, Any] = {"base": "nf4", "base_block": 8}
-DOUBLE = {"precision": "64-true"}
+RUN = {"precision": "64-true", "accumulate_grad_batches": 2}
 
 
 def build(family: str = "llama", micro_batches: int = 2, **lora: Any) -> tuple[CausalLM, Tokens]:
@@ -215,23 +177,24 @@ def build(family: str = "llama", micro_batches: int = 2, **lora: Any) -> tuple[C
     return task, Tokens(micro_batches)
 
 
-def cases(names: Any, **arguments: Any) -> list[Case]:
-    trainer = {**DOUBLE, "accumulate_grad_batches": 2}
-    return [Case(STRATEGIES[name], arguments, trainer, f"{name}, {arguments}") for name in names]
-
-
 def test_adapters_are_one_process() -> None:
-    found = cases(("pp",)) + cases(("zero3",), dora=True) + cases(("tp",), **NF4, double_quantisation=True)
+    found = (
+        named_cases(("pp",), RUN)
+        + named_cases(("zero3",), RUN, dora=True)
+        + named_cases(("tp",), RUN, **NF4, double_quantisation=True)
+    )
     assert_parity(build, found, steps=2, rtol=1e-7)
 
 
 @pytest.mark.slow
 def test_adapters_of_every_family_are_one_process_under_every_strategy() -> None:
-    found = cases(MOST, dora=True)
-    found += [case for family in ("qwen3", "gemma2", "gpt_neox", "gpt2") for case in cases(MOST, family=family)]
-    found += cases(("tp", "pp"), family="gpt2", dora=True)
-    found += cases(MOST, targets=["q_proj", "down_proj", "lm_head"])
-    found += cases(ALL, **NF4, dora=True)
-    found += cases(MOST, family="gpt2", **NF4)
-    found += cases(MOST, family="gpt_neox", base="int4", base_block=8, targets=["query_key_value"])
+    found = named_cases(MOST, RUN, dora=True)
+    found += [
+        case for family in ("qwen3", "gemma2", "gpt_neox", "gpt2") for case in named_cases(MOST, RUN, family=family)
+    ]
+    found += named_cases(("tp", "pp"), RUN, family="gpt2", dora=True)
+    found += named_cases(MOST, RUN, targets=["q_proj", "down_proj", "lm_head"])
+    found += named_cases(ALL, RUN, **NF4, dora=True)
+    found += named_cases(MOST, RUN, family="gpt2", **NF4)
+    found += named_cases(MOST, RUN, family="gpt_neox", base="int4", base_block=8, targets=["query_key_value"])
     assert_parity(build, found, steps=4, rtol=1e-6)

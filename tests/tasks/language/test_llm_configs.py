@@ -33,6 +33,7 @@ from dlo_tasks.language.seq2seq_data import Seq2SeqData
 from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from dlo_tasks.language.text_data import TextData
 from support.simulated_ranks import simulate_ranks
+from support.token_batches import SMALL
 
 pytestmark = pytest.mark.recipes
 
@@ -66,17 +67,11 @@ def parameters(model: Any) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = read(name)
-    tiny = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-    }
     given = config["model"]["init_args"]
     assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
     if "model" in given:  # The hub is out of reach of tests.
-        made = language_models.read_config(None, tiny)
+        sizes = {**SMALL, "hidden_size": 64, "intermediate_size": 128}
+        made = language_models.read_config(None, {"model_type": "llama", **sizes})
         monkeypatch.setattr(language_models, "read_config", lambda model, config: made)
     if given.get("optimizer") == "OneBitAdam":
         importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
@@ -176,15 +171,8 @@ def test_shapes_need_no_data_weights_or_tokenizer_and_a_run_does(capsys) -> None
     (line,) = [line for line in err.splitlines() if "missing here" in line]
     assert line.startswith("dlo mesh: shapes come from the config alone; missing here, and not read: weights and tok")
     assert line.endswith(" (config: the public one that dlo ships), data/chats/*.jsonl")
-    images = [
-        "--model.init_args.model",
-        "resnet10t",
-        "--model.init_args.model_args",
-        "{}",
-        "--trainer.strategy",
-        "mesh",
-    ]
-    assert main(["mesh", "--config", "imagenet/coatnet_0", "--ranks", "2", *images]) == 0
+    images = ["--ranks", "2", "--model.init_args.model", "resnet10t", "--model.init_args.model_args", "{}"]
+    assert main(["mesh", "--config", "imagenet/coatnet_0", *images, "--trainer.strategy", "mesh"]) == 0
     assert capsys.readouterr().err.endswith("missing here, and not read: data/imagenet\n")
     assert main(["fit", *mesh, "--trainer.accelerator", "cpu"]) == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err

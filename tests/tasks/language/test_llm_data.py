@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlo_framework.data import Position, Window
@@ -50,13 +49,8 @@ def test_windows_are_full_and_their_padding_is_no_document(make):
     data = make()
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    assert {name: values.shape for name, values in batch.items()} == {
-        "input_ids": (4, 48),
-        "labels": (4, 48),
-        "position_ids": (4, 48),
-        "tokens_in_step": (),
-    }
-    assert all(values.dtype == torch.int64 for values in batch.values())
+    assert batch.pop("tokens_in_step").shape == ()
+    assert {(values.shape, values.dtype) for values in batch.values()} == {((4, 48), torch.int64)}
     unused = batch["labels"] == IGNORE_INDEX
     assert set(batch["input_ids"][unused].tolist()) <= {data.tokenizer.pad_token_id}
     assert data.statistics["train"].fill > 0.97
@@ -115,59 +109,21 @@ def test_only_answers_are_labels_of_chats_and_pairs(make, tmp_path):
     assert data.statistics["train"].long_samples == "truncate"
 
 
-# --- documents are alone -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=320, num_key_value_heads=2, max_position_embeddings=128, use_cache=False, **shape)
-    return LlamaForCausalLM(config).eval()
-
-
-def logits_of(model, batch):
-    with torch.no_grad():
-        return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-
-
-def test_the_loss_of_a_packed_document_is_its_loss_alone(make, llama):
-    data = make(sentences(60, longest=12), seq_len=128)
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    documents = documents_in(batch)
-    assert len(documents) > 4 * 2
-    packed = F.cross_entropy(logits_of(llama, batch).flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    packed = packed[batch["labels"].flatten() != IGNORE_INDEX]
-    alone = []
-    for ids, labels in documents:
-        with torch.no_grad():
-            logits = llama(input_ids=torch.tensor([ids])).logits[0]
-        alone.append(F.cross_entropy(logits, torch.tensor(labels), reduction="none"))
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
-
-
 # --- which come when -----------------------------------------------------------------------------------------
 
 
 class Recorder(LightningModule):
     """Records what each completed batch held, and the micro-batches of its step."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.seen: list[tuple[int, int, int, int]] = []  # step, checksum, labels, tokens_in_step
-        self.stop_at = stop_at
 
     def training_step(self, batch, batch_idx):
-        if len(self.seen) == self.stop_at:
-            raise RuntimeError("power cut")
         count = int((batch["labels"] != IGNORE_INDEX).sum())
-        sum_of = int(
-            (batch["input_ids"] * torch.arange(1, batch["input_ids"].numel() + 1).view_as(batch["input_ids"])).sum()
-        )
+        ids = batch["input_ids"].flatten()
+        sum_of = int((ids * torch.arange(1, len(ids) + 1)).sum())
         self.seen.append((self.trainer.global_step, sum_of, count, int(batch.get("tokens_in_step", -1))))
         return self.layer(torch.ones(1, 1)).sum()
 
@@ -348,10 +304,8 @@ def test_a_split_without_conversations_is_refused(make, tmp_path):
         for text in sentences(60)
     ]
     options = {"train_files": str(lines(tmp_path / "chats.jsonl", *chats)), "seq_len": 512}
-    with pytest.raises(
-        DloError,
-        match=r"val_fraction must leave documents for training and for validation, got 0\.0001 of 60 documents; set ",
-    ) as raised:
+    message = "val_fraction must leave documents for training and for validation, got 0.0001 of 60 documents; set "
+    with pytest.raises(DloError, match=message) as raised:
         make(**options, val_fraction=0.0001).setup("fit")
     fix = float(re.search(r"; set ([\d.]+), or val_files", str(raised.value))[1])
     make(**options, val_fraction=fix).setup("fit")
@@ -426,18 +380,13 @@ def test_prompts_are_padded_on_the_left(make, tmp_path):
 
 def test_prediction_without_prompts_is_refused(make):
     for ask in (TextData.check_predict, lambda data: data.setup("predict")):
-        with pytest.raises(
-            DloError, match=r"predict_files must be set for prediction, got None; set data\.init_args\.predict_files"
-        ):
+        with pytest.raises(DloError, match="predict_files must be set for prediction, got None"):
             ask(make())
     make(predict_files="prompts.txt").check_predict()
 
 
 def test_a_document_too_long_is_named_by_its_line(make):
-    with pytest.raises(
-        DloError,
-        match=r"texts\.jsonl:2: document must have at most 49 tokens to fit seq_len, .*raise seq_len by \d+",
-    ):
+    with pytest.raises(DloError, match=r"texts\.jsonl:2: document must have at most 49 tokens .*raise seq_len by \d+"):
         make(["short", " ".join(WORDS * 9)], long_samples="error").setup("fit")
 
 
@@ -445,24 +394,8 @@ def test_data_without_anything_to_learn_are_refused(make, tmp_path):
     (tmp_path / "chat.jinja").write_text(CHATML)
     file = lines(tmp_path / "chats.jsonl", {"messages": [{"role": "user", "content": "the loss"}]})
     data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"))
-    with pytest.raises(
-        DloError,
-        match=r"documents must have at least one target, got none in the 1 of .*chats\.jsonl: .* 1 pieces have no",
-    ):
+    with pytest.raises(DloError, match=r"at least one target, got none in the 1 of .*chats\.jsonl: .* 1 pieces"):
         data.setup("fit")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seq_len": 0}, "seq_len and corpus_bytes must be at least 1"),
-        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1"),
-        ({"columns": {"body": "text"}}, "columns must rename messages, .*, got body"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options, message):
-    with pytest.raises(DloError, match=message):
-        TextData(**options)
 
 
 def test_the_check_finds_what_is_missing_before_the_run(make, tmp_path):

@@ -1,6 +1,6 @@
 """Distillation over the vocabulary in chunks equals that over all logits, and so do its gradients."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dlo_framework.distillation import agreements, logit_losses
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard
 from dlo_framework.testing import run_distributed
-from dlo_plugins.distill.student_losses import LogitDistance
+from dlo_plugins.distill.student_losses import LogitDistance, LogitLossName
 from dlo_tasks.language import vocabulary_distillation
 from dlo_tasks.language.batches import IGNORE_INDEX
 from dlo_tasks.language.vocabulary_distillation import summed_distillation
@@ -55,6 +55,13 @@ def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(3 * loss, tensors))
 
 
+def assert_alike(found: Any, expected: Any, got: list[Tensor], wanted: list[Tensor]) -> None:
+    """Asserts that losses, numbers of agreements and gradients are equal but for single precision."""
+    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=2e-6, atol=0)
+    assert int(found[1]) == int(expected[1])
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
@@ -74,13 +81,11 @@ def test_chunks_equal_all_logits(
     assert student.fuses == (scale == 1.0)
     count = int((targets != IGNORE_INDEX).sum()) if counted else None
     for loss in (KL, LogitDistance("jsd"), LogitDistance("wasserstein"), LogitDistance("mse")):
-        expected, expected_agreed = from_all_logits(student, hidden, other, theirs, targets, loss)
-        found, agreed = summed_distillation(student, hidden, other, theirs, targets, loss, chunk, count)
-        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=0)
-        assert int(agreed) == int(expected_agreed)
-        wanted = gradients(expected, hidden, *projection.parameters())
-        for one, reference in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
-            torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
+        given = student, hidden, other, theirs, targets, loss
+        found, expected = summed_distillation(*given, chunk, count), from_all_logits(*given)
+        assert_alike(
+            found, expected, *(gradients(one[0], hidden, *projection.parameters()) for one in (found, expected))
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -88,23 +93,19 @@ def test_chunks_equal_all_logits(
 def test_a_gathered_head_is_called_once(gathered: str, scale: float) -> None:
     projection, hidden, teacher, theirs, targets = make()
     heads = VocabularyHead(projection, scale, 5.0), hidden, VocabularyHead(teacher), theirs, targets
-    expected, expected_agreed = from_all_logits(*heads, KL)
-    wanted = gradients(expected, hidden, projection.weight)
+    expected = from_all_logits(*heads, KL)
+    wanted = gradients(expected[0], hidden, projection.weight)
     calls: list[int] = []
     for name, module in (("student", projection), ("teacher", teacher)):
         if gathered in (name, "both"):
             free_until_called(module, calls)
     with Largest() as largest:
-        found, agreed = summed_distillation(*heads, KL, 5)
-    assert largest.elements <= max(
-        VOCABULARY * WIDER, TOKENS * WIDER
-    )  # A weight, or hidden states; 5 tokens of logits.
+        found = summed_distillation(*heads, KL, 5)
+    # A weight, or hidden states; 5 tokens of logits.
+    assert largest.elements <= max(VOCABULARY * WIDER, TOKENS * WIDER)
     assert len(calls) == (2 if gathered == "both" else 1)
     assert all("forward" not in module.__dict__ for module in (projection, teacher))
-    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=0)
-    assert int(agreed) == int(expected_agreed)
-    for one, reference in zip(gradients(found, hidden, projection.weight), wanted, strict=True):
-        torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
+    assert_alike(found, expected, gradients(found[0], hidden, projection.weight), wanted)
 
 
 def test_a_head_with_parts_of_its_own_is_called_with_all_tokens() -> None:
@@ -188,32 +189,29 @@ def _split(linear: nn.Linear, rank: int, ranks: int, size: int = VOCABULARY) -> 
     return part
 
 
-def _on_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
-    for who in ("both", "student", "teacher", "larger"):
-        for scale in (1.0, 0.5):
-            projection, hidden, teacher, theirs, targets = make(bias=True)
-            ours = _split(projection, rank, world_size) if who != "teacher" else projection
-            other = _split(teacher, rank, world_size) if who in ("both", "teacher") else teacher
-            other = _split(padded(teacher), rank, world_size, VOCABULARY + 14) if who == "larger" else other
-            loss, agreed = summed_distillation(
-                *(VocabularyHead(ours, scale, 2.0), hidden, VocabularyHead(other, softcap=5.0), theirs, targets, KL),
-                chunk=5,
-            )
-            found[who, scale] = (loss.detach(), agreed, *gradients(loss, hidden, ours.weight))
+#: Which projections are split, the scale of the logits, and the distance.
+CASES = [(who, scale, KL) for who in ("both", "student", "teacher", "larger") for scale in (1.0, 0.5)]
+CASES += [("both", 1.0, LogitDistance(name)) for name in get_args(LogitLossName) if name != "kl"]
+
+
+def _on_ranks(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for who, scale, distance in CASES:
+        projection, hidden, teacher, theirs, targets = make(bias=True)
+        ours = _split(projection, rank, world_size) if who != "teacher" else projection
+        other = _split(teacher, rank, world_size) if who in ("both", "teacher") else teacher
+        other = _split(padded(teacher), rank, world_size, VOCABULARY + 14) if who == "larger" else other
+        heads = VocabularyHead(ours, scale, 2.0), hidden, VocabularyHead(other, softcap=5.0), theirs, targets
+        loss, agreed = summed_distillation(*heads, distance, chunk=5)
+        found.append((loss.detach(), agreed, *gradients(loss, hidden, ours.weight)))
     return found
 
 
 def test_a_vocabulary_that_is_split_over_ranks_has_the_loss_and_gradients_of_one_process() -> None:
-    ranks = run_distributed(_on_ranks, 2)
-    for (who, scale), (loss, agreed, of_hidden, of_weight) in ranks[0].items():
+    for (who, scale, distance), one, two in zip(CASES, *run_distributed(_on_ranks, 2), strict=True):
+        loss, agreed, of_hidden, of_weight = one
         projection, hidden, teacher, theirs, targets = make(bias=True)
         student, other = VocabularyHead(projection, scale, 2.0), VocabularyHead(teacher, softcap=5.0)
-        expected, expected_agreed = from_all_logits(student, hidden, other, theirs, targets, KL)
-        torch.testing.assert_close(loss.double(), expected.detach().double(), rtol=2e-6, atol=0)
-        assert int(agreed) == int(expected_agreed)
-        wanted = gradients(expected, hidden, projection.weight)
-        torch.testing.assert_close(of_hidden, wanted[0], rtol=2e-5, atol=2e-6)
-        parts = [of_weight, ranks[1][who, scale][3]]
-        whole = torch.cat(parts) if who != "teacher" else of_weight
-        torch.testing.assert_close(whole, wanted[1], rtol=2e-5, atol=2e-6)
+        expected = from_all_logits(student, hidden, other, theirs, targets, distance)
+        whole = torch.cat([of_weight, two[3]]) if who != "teacher" else of_weight
+        assert_alike((loss, agreed), expected, [of_hidden, whole], gradients(expected[0], hidden, projection.weight))

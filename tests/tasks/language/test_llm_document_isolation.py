@@ -13,13 +13,13 @@ from torch import Tensor
 
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import default_dtype
-from dlo_framework.testing import Case, assert_parity
+from dlo_framework.testing import assert_parity
 from dlo_plugins.curriculum.block_schedule import ModelBlocks, handle_calls
 from dlo_plugins.curriculum.token_drop import TokenDrop
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.document_isolation import document_spans, documents_of
 from support.causal_types import REFUSED, TYPES, tiny
-from support.strategies import STRATEGIES
+from support.strategies import named_cases
 from support.token_batches import VOCABULARY, Tokens
 
 #: Lengths of the documents of two rows.
@@ -225,14 +225,10 @@ def build(kind: str, recompute: bool = False) -> tuple[CausalLM, LightningDataMo
     return CausalLM(config=config, recompute=recompute, freeze=unused, **options), Tokens(1)
 
 
-def cases(kind: str, names: Any, **arguments: Any) -> list[Case]:
-    return [Case(STRATEGIES[name], {"kind": kind, **arguments}, name=f"{kind}, {name}, {arguments}") for name in names]
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_strategies_are_one_process() -> None:
     """Bamba has state-space layers and attention; the slow test has other kinds of positions."""
-    assert_parity(build, cases("bamba", ("tp",), recompute=True), steps=2, rtol=1e-4)
+    assert_parity(build, named_cases(["tp"], kind="bamba", recompute=True), steps=2, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -242,4 +238,5 @@ def test_strategies_are_one_process() -> None:
 def test_every_strategy_is_one_process(kind: str) -> None:
     names = ["ddp", "fsdp", "zero1", "zero2", "zero3", "pp", "deepspeed_2", "deepspeed_3"]
     names += ["tp"] if kind != "rwkv" else []
-    assert_parity(build, cases(kind, names) + cases(kind, ("fsdp", "pp"), recompute=True), steps=2, rtol=1e-4)
+    found = named_cases(names, kind=kind) + named_cases(("fsdp", "pp"), kind=kind, recompute=True)
+    assert_parity(build, found, steps=2, rtol=1e-4)

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
 from dlo_framework.models.experts import Mixture, find_mixtures
 from dlo_framework.shards import Box
-from dlo_framework.testing import run_distributed
-from dlo_framework.testing.record import gather_full_weights
+from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.compile.callback import Compile
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language import model_folders
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
@@ -28,7 +23,8 @@ from dlo_tasks.language.masked_lm import MaskedLM
 from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from support.causal_types import TYPES, tiny, tiny_masked
 from support.seq2seq import seq2seq_config
-from support.token_batches import SMALL
+from support.strategies import STRATEGIES
+from support.token_batches import SMALL, Tokens, packed_rows
 from support.trainers import quiet_trainer
 
 #: Families of the ordinary test, with the modules that hold router and experts.
@@ -108,12 +104,17 @@ def test_every_family_with_experts_is_found() -> None:
     }
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_stored_experts_are_stacked_without_being_read(family: str, tmp_path: Path) -> None:
+def stored(family: str, folder: Path) -> tuple[Any, Any]:
+    """Returns a model, and what has been saved of it."""
     config = tiny(family, num_hidden_layers=2)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
-    model.save_pretrained(tmp_path)
-    saved = model_folders.open_safetensors(tmp_path)
+    model.save_pretrained(folder)
+    return model, model_folders.open_safetensors(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_stored_experts_are_stacked_without_being_read(family: str, tmp_path: Path) -> None:
+    model, saved = stored(family, tmp_path)
     assert any(".experts.3." in name for name in saved)  # transformers writes each expert's matrices.
     model_folders._take_new_names(saved, model)
     names = [name for name, _ in model.named_parameters() if "experts" in name]
@@ -130,10 +131,7 @@ def test_stored_experts_are_stacked_without_being_read(family: str, tmp_path: Pa
 
 
 def test_an_expert_that_is_missing_leaves_its_stack_out(tmp_path: Path) -> None:
-    config = tiny("mixtral", num_hidden_layers=2)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
-    model.save_pretrained(tmp_path)
-    saved = model_folders.open_safetensors(tmp_path)
+    model, saved = stored("mixtral", tmp_path)
     del saved[next(name for name in saved if ".experts.1.w2." in name)]
     model_folders._take_new_names(saved, model)
     found = [name in saved for name, _ in model.named_parameters() if name.endswith("experts.down_proj")]
@@ -213,44 +211,30 @@ def test_it_is_no_part_of_what_is_measured_and_absent_unless_it_is_asked_for() -
         assert float(other.training_step(batch, 0)["loss"]) == pytest.approx(entropy, rel=1e-5)
 
 
+class Twice(Tokens):
+    """Batches with the same rows on each rank, so that one process's balance is theirs."""
+
+    def make_batch(self, rows: int, draw: torch.Generator, length: int) -> dict[str, Tensor]:
+        half = packed_rows(rows // 2, draw, length)
+        return {name: torch.cat([value, value]) for name, value in half.items()}
+
+
+def balanced() -> tuple[CausalLM, Tokens]:
+    return task_of(vocab_size=96, recompute=True, optimizer="sgd", lr=0.1, schedule="constant"), Twice(1, steps=2)
+
+
+def test_strategies_that_divide_the_weights_train_with_it() -> None:
+    assert_parity(balanced, [Case(STRATEGIES[name]) for name in ("fsdp", "zero3", "tp")], steps=2, rtol=1e-5)
+
+
 @pytest.mark.slow
-def test_compiled_blocks_have_it_too(tmp_path: Path) -> None:
-    found = [_fitted(tmp_path, "auto", 1, callbacks=callbacks) for callbacks in ([], [Compile(backend="aot_eager")])]
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------
-
-
-class Tokens(LightningDataModule):
-    """The same batches on all ranks, so that one process's balance is theirs."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader([batch_of(seed=seed) for seed in range(2)], batch_size=None)  # type: ignore[arg-type]
-
-
-def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **options: Any) -> dict[str, Tensor]:
-    seed_everything(0, verbose=False)
-    run = {"devices": devices, "strategy": strategy, "max_epochs": 1, "use_distributed_sampler": False}
-    trainer = quiet_trainer(default_root_dir=folder, **run, **options)
-    task = task_of(output_router_logits=balanced, recompute=True, optimizer="sgd", lr=0.1, schedule="constant")
-    trainer.fit(task, datamodule=Tokens())
-    return gather_full_weights(trainer)
-
-
-def _on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    strategies = [FSDPStrategy(), ZeroStrategy(3), MeshStrategy(tp=2, dp_shard=1)]
-    return [_fitted(folder, strategy, world_size) for strategy in strategies]
-
-
-def test_strategies_that_divide_the_weights_train_with_it(tmp_path: Path) -> None:
-    alone, plain = (_fitted(tmp_path, "auto", 1, balanced) for balanced in (True, False))
-    router = next(name for name in alone if name.endswith("mlp.gate.weight"))
-    assert (alone[router] - plain[router]).abs().max() > 1e-3
-    for weights in run_distributed(_on_ranks, 2, tmp_path, backend=None)[0]:
-        for name, tensor in alone.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
+def test_compiled_blocks_have_it_too() -> None:
+    found = []
+    for callbacks in ([], [Compile(backend="aot_eager")]):
+        task, data = balanced()
+        quiet_trainer(max_epochs=1, callbacks=callbacks).fit(task, datamodule=data)
+        found.append(task.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +263,5 @@ def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], 
 
 def test_a_family_without_it_is_refused() -> None:
     task = CausalLM(config={"model_type": "llama4_text", **{k: v for k, v in SIZES.items() if "coef" not in k}})
-    with pytest.raises(
-        DloError, match=r"config.output_router_logits must be false .*, got true for Llama4ForCausalLM; set"
-    ):
+    with pytest.raises(DloError, match=r"output_router_logits must be false .*, got true for Llama4ForCausalLM"):
         task.check(None)

@@ -8,15 +8,13 @@ import torch
 import torch.nn.functional as F
 import transformers.modeling_flash_attention_utils as flash_attention
 from torch import Tensor
-from transformers import AutoConfig
 
 from dlo_framework.errors import DloError
 from dlo_tasks.language import families, language_models
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
-from support.token_batches import PLACES, SMALL, small_model
+from support.token_batches import PLACES, SMALL, built_model, small_model
 
-NAMES = ("num_hidden_layers", "num_attention_heads")
 LLAMA: dict[str, Any] = {"model_type": "llama", **SMALL, "num_key_value_heads": 2}
 
 
@@ -38,8 +36,7 @@ def test_families_that_are_known_pass_what_others_are_tried_with(family: str, mo
 
 
 def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = language_models.read_config(None, {"model_type": "llama", **LLAMA, "vocab_size": 300})
-    model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
+    model = built_model(LLAMA)
     monkeypatch.setattr(families, "KNOWN", frozenset())
     assert families.probe_traits(model)
     monkeypatch.setattr(
@@ -50,18 +47,11 @@ def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPa
 
 def test_families_that_compute_norms_in_single_precision_are_taken_in_double() -> None:
     """The tolerance is that of float32, in which they compute; mixtures do without kernels that take no double."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        **dict.fromkeys(NAMES, 4),
-    }
-    sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
     for family in ("nanochat", "minimax_m3_vl_text", "qwen2_moe"):
-        config = AutoConfig.for_model(family, **sizes)
         torch.manual_seed(0)
-        model = language_models.build_model(None, config, dtype=torch.float64, attention=None)
+        model = built_model(
+            {**LLAMA, "model_type": family, "head_dim": 8, "max_position_embeddings": 64}, torch.float64
+        )
         assert families.probe_traits(model), family
 
 
@@ -171,13 +161,10 @@ OTHERS: dict[str, tuple[dict[str, Any], bool]] = {
 def test_a_model_without_memory_is_judged_as_one_with_it(family: str) -> None:
     more, packs = OTHERS[family]
     sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = language_models.read_config(None, {"model_type": family, **sizes, **more})
     for device in ("cpu", "meta"):
-        state = torch.get_rng_state()
         with torch.device(device):
-            model = language_models.build_model(
-                None, config, dtype=torch.bfloat16 if device == "meta" else None, attention=None
-            )
+            dtype = torch.bfloat16 if device == "meta" else None
+            model = built_model({"model_type": family, **sizes, **more}, dtype)
             state = torch.get_rng_state()
             found = families.probe_traits(model)
             assert found.isolates_documents
@@ -188,11 +175,10 @@ def test_a_model_without_memory_is_judged_as_one_with_it(family: str) -> None:
 
 def test_a_twin_has_a_block_of_each_kind_and_next_to_no_memory() -> None:
     sizes = {**LLAMA, "vocab_size": 50_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 20}
-    config = AutoConfig.for_model("gemma3_text", **{k: v for k, v in sizes.items() if k != "model_type"})
     with torch.device("meta"):
-        model = language_models.build_model(None, config, dtype=torch.bfloat16, attention=None)
+        model = built_model({**sizes, "model_type": "gemma3_text"}, torch.bfloat16)
     twin = families.small_copy(model)
-    kinds = {config.layer_types[number] for number in range(len(twin.model.layers))}
+    kinds = {model.config.layer_types[number] for number in range(len(twin.model.layers))}
     assert kinds == {"sliding_attention", "full_attention"}
     assert len(twin.model.layers) < 20
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in twin.parameters()}

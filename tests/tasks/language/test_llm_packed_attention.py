@@ -17,7 +17,7 @@ from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.generation import Sampling, complete_ids
 from support.fsdp_nets import trainer
 from support.largest_tensor import Largest
-from support.token_batches import FAMILIES, GROUPED, PLACES, VOCABULARY, Tokens, small_model
+from support.token_batches import FAMILIES, GROUPED, PLACES, VOCABULARY, Tokens, built_model, small_model
 from support.waits import Waits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -42,9 +42,10 @@ def task_of(attention: str, family: str = "llama", **more: Any) -> CausalLM:
     return task.eval()  # no dropout
 
 
-def batch_of(positions: Tensor) -> dict[str, Tensor]:
-    ids, labels = torch.randint(VOCABULARY, (2, *positions.shape), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+def batch_of(positions: Tensor | None) -> dict[str, Tensor]:
+    shape = (2, 8) if positions is None else positions.shape
+    ids, labels = torch.randint(VOCABULARY, (2, *shape), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": labels, **({} if positions is None else {"position_ids": positions})}
 
 
 def loss_and_gradients(task: CausalLM, batch: dict[str, Tensor]) -> list[Tensor]:
@@ -52,7 +53,7 @@ def loss_and_gradients(task: CausalLM, batch: dict[str, Tensor]) -> list[Tensor]
     return [loss.detach(), *torch.autograd.grad(loss, [p for p in task.parameters() if p.requires_grad])]
 
 
-def compare(task: CausalLM, other: CausalLM, positions: Tensor, rtol: float = 1e-5, atol: float = 1e-7) -> None:
+def compare(task: CausalLM, other: CausalLM, positions: Tensor | None, rtol: float = 1e-5, atol: float = 1e-7) -> None:
     batch = batch_of(positions)
     for found, expected in zip(loss_and_gradients(task, batch), loss_and_gradients(other, batch), strict=True):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
@@ -66,10 +67,7 @@ def test_it_is_the_dense_mask(family: str) -> None:
         has_window = family in ("mistral", "qwen3")
         assert ("cu_seq_lens_q" in told) == (name != "one a row" or has_window), name
         compare(ours, dense, torch.tensor(places))
-    batch = batch_of(torch.tensor(PLACES["one a row"]))
-    del batch["position_ids"]
-    for found, expected in zip(loss_and_gradients(ours, batch), loss_and_gradients(dense, batch), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    compare(ours, dense, None)
 
 
 def test_recomputed_blocks_and_adapters_are_told_the_documents_too() -> None:
@@ -220,21 +218,17 @@ def test_known_families_pass_what_others_are_tried_with(family: str) -> None:
 def test_a_family_that_it_does_not_serve_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
 
-    def used(**settings: Any) -> str:
+    def used(device: torch.device = GPU, **settings: Any) -> str:
         sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = language_models.read_config(None, {**sizes, **settings})
-        model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
-        families.enable_packed_attention(model, GPU)
+        model = built_model({**sizes, **settings})
+        families.enable_packed_attention(model, device)
         return str(model.config._attn_implementation)
 
     assert used(model_type="llama") == "dlo_varlen"
     assert used(model_type="smollm3", intermediate_size=48, pad_token_id=0) == "dlo_varlen"  # tried
     assert used(model_type="falcon") == "sdpa"  # its positions do not keep documents apart
     assert used(model_type="llama", attention_dropout=0.1) == "sdpa"
-    config = language_models.read_config(None, {"model_type": "llama", **GROUPED})
-    model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
-    families.enable_packed_attention(model, CPU)
-    assert model.config._attn_implementation == "sdpa"
+    assert used(CPU, model_type="llama") == "sdpa"
 
 
 @pytest.mark.parametrize(("attention", "expected"), [(None, "dlo_varlen"), ("sdpa", "sdpa")])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from dlo_framework.errors import DloError
@@ -23,7 +20,6 @@ from dlo_tasks.language.packing import count_targets, cut_documents, pack_best_f
 from dlo_tasks.language.step_tokens import bucket_by_length
 from dlo_tasks.language.token_cache import DamagedTokenCache, Document, TokenStore, verify_checksum, write_store
 from support.token_batches import GROUPED, packed_rows
-from support.trainers import quiet_trainer
 from support.waits import Waits
 
 
@@ -49,20 +45,12 @@ def lengths_and_capacity(draw):
 def test_packing_is_best_fit_decreasing(case):
     lengths, capacity = case
     packed = pack_best_fit(np.array(lengths, dtype=int), capacity)
-    used = np.bincount(packed.window, lengths, packed.windows).astype(int) if lengths else np.zeros(0, int)
-    assert sorted((capacity - used).tolist()) == one_by_one(lengths, capacity)
-
-
-@given(lengths_and_capacity())
-def test_no_two_pieces_overlap_and_each_window_is_filled_from_its_start(case):
-    lengths, capacity = case
-    packed = pack_best_fit(np.array(lengths, dtype=int), capacity)
     taken = np.zeros((packed.windows, capacity), int)
     for window, offset, length in zip(packed.window, packed.offset, lengths, strict=True):
         taken[window, offset : offset + length] += 1
-    assert taken.max(initial=0) <= 1
-    assert (np.diff(taken, axis=1) <= 0).all()
-    assert taken.sum() == sum(lengths)
+    assert taken.max(initial=0) <= 1, "no two pieces overlap"
+    assert (np.diff(taken, axis=1) <= 0).all(), "each window is filled from its start"
+    assert sorted((capacity - taken.sum(axis=1)).tolist()) == one_by_one(lengths, capacity)
 
 
 @pytest.mark.parametrize("lengths", [[0, 3], [3, 6]])
@@ -89,10 +77,7 @@ def test_a_document_too_long_is_split_truncated_or_dropped():
 
 
 def test_a_document_too_long_is_an_error_that_names_it_and_what_it_needs():
-    with pytest.raises(
-        DloError,
-        match=r"document 2: document must have at most 5 tokens to fit seq_len, got 11 \(1 .*raise seq_len by 6",
-    ):
+    with pytest.raises(DloError, match=r"document 2: .* at most 5 tokens .*, got 11 \(1 .*raise seq_len by 6"):
         cut_to("error")
     assert cut_to("error", seq_len=10)[1].too_long == 0
 
@@ -183,15 +168,6 @@ def test_a_store_that_is_sent_to_a_worker_maps_the_file_again(path):
     sent = pickle.dumps(TokenStore(path))
     assert len(sent) < 1000
     assert pickle.loads(sent).read(np.array([1]))[0].tolist() == [6]
-
-
-def test_a_truncated_cache_is_refused(path):
-    size = path.stat().st_size
-    os.truncate(path, size - 1)
-    with pytest.raises(
-        DamagedTokenCache, match=rf"tokens.bin: the token cache is truncated: {size - 1} of {size} bytes"
-    ):
-        TokenStore(path)
 
 
 @pytest.mark.parametrize(
@@ -326,28 +302,3 @@ def test_rows_of_a_batch_are_known_too(is_view: bool) -> None:
 def test_batches_of_no_text_are_left_alone() -> None:
     for other in ((torch.zeros(2, 3), torch.zeros(2)), {"input_ids": torch.zeros(2, 3)}, torch.zeros(2)):
         assert batches.count_rows(other) == {}
-
-
-class Noting(Callback):
-    """Notes what is known of each training batch, and what there is."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Any, int]] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        labels = batch["labels"]
-        self.pairs.append((batches.read_target_count(labels), int((labels != -100).sum())))
-        assert batches.count_documents(batch["position_ids"]) == batches.count_documents(
-            copy.deepcopy(batch["position_ids"])
-        )
-
-
-def test_the_datamodule_counts_what_it_gives_out(make, tmp_path) -> None:
-    noting = Noting()
-    run = quiet_trainer(callbacks=[noting], max_steps=3, limit_val_batches=0, default_root_dir=tmp_path)
-    sizes = {name: size for name, size in GROUPED.items() if name != "vocab_size"}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*batch_transfer.*")
-        run.fit(CausalLM(config={"model_type": "llama", **sizes}), make())
-    assert len(noting.pairs) == 3
-    assert all(known == there for known, there in noting.pairs)

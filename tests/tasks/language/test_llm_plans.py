@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.plan import Rule
 from dlo_tasks.language import adapters
 from dlo_tasks.language.adapters import Lora
+from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
 from support.causal_types import tiny
 from support.token_batches import SMALL
@@ -19,6 +20,7 @@ GPT2 = {"vocab_size": 60, "n_embd": 32, "n_layer": 3, "n_head": 4}
 OPT = {**NEOX, "ffn_dim": 48, "word_embed_proj_dim": 32}
 OPT.pop("intermediate_size")
 FAMILIES = dict.fromkeys(("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere"), SIZES)
+FAMILIES |= {"lfm2": SIZES | {"layer_types": ["conv", "full_attention", "conv"]}, "bart": {}, "bigbird_pegasus": {}}
 FAMILIES |= {"gpt_neox": NEOX, "gpt2": GPT2, "opt": OPT, "bloom": {"vocab_size": 60, "hidden_size": 32, "n_layer": 3}}
 
 
@@ -27,7 +29,7 @@ def make(family: str, **more: Any) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family], **more))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"lfm2", "bart", "bigbird_pegasus"}))
 def test_every_parameter_has_one_place(family: str) -> None:
     model = make(family)
     plan = plan_for(model)
@@ -52,11 +54,7 @@ def test_every_parameter_has_one_place(family: str) -> None:
     ],
 )
 def test_a_norm_stands_where_it_runs_wherever_it_is_registered(family: str, norm: str, place: str) -> None:
-    sizes = (
-        SIZES | {"layer_types": ["conv", "full_attention", "conv"]} if family == "lfm2" else FAMILIES.get(family, {})
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    model = make(family)
     plan = plan_for(model)
     names = [name for name, _ in model.named_parameters() if norm in name.split(".") and ".layers." not in name]
     assert names
@@ -105,10 +103,7 @@ def test_norms_of_queries_have_the_rule_of_what_they_span() -> None:
 
 
 def test_mlps_whose_threshold_is_a_mean_over_all_features_are_not_cut() -> None:
-    config = tiny("gemma3n_text")
-    config.pop("model_type")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3n_text", **config))
+    model = CausalLM(config=tiny("gemma3n_text")).on_meta().model
     plan = plan_for(model)
     assert [share > 0 for share in model.config.activation_sparsity_pattern] == [True, False, False]
     rules = [plan.rule_for(f"model.layers.{layer}.mlp.gate_proj.weight") for layer in range(3)]

@@ -133,33 +133,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chosen": GOOD, "rejected": BAD}, r":2: prompt must have at least one message"),
     ({"prompt": "the", "completion": "of", "label": True}, r":2: .* need objective: kto and data\.init_args\.unpaired"),
     ({"text": "the"}, r":2: record must have 'prompt', 'chosen' and 'rejected', got 'text'"),
+    *(
+        ({"prompt": "the", "completion": "loss", "label": label}, r":1: label must be true \(desirable\) or false")
+        for label in (None, "good", 2)
+    ),
 ]
 
 
 @pytest.mark.parametrize(("row", "message"), REFUSED)
 def test_bad_records_are_refused_with_file_and_line(folder: Path, row: dict[str, Any], message: str) -> None:
-    file = lines(folder / "bad.jsonl", {"prompt": "the", "chosen": "loss", "rejected": "of"}, row)
+    unpaired = message.startswith(":1")
+    good = [] if unpaired else [{"prompt": "the", "chosen": "loss", "rejected": "of"}]
+    file = lines(folder / "bad.jsonl", *good, row)
     with pytest.raises(DloError, match=rf"bad\.jsonl{message}") as found:
-        batches_of(data(str(folder), train_files=str(file)))
+        batches_of(data(str(folder), train_files=str(file), unpaired=unpaired))
     assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize("label", [None, "good", 2])
-def test_completions_without_a_judgement_are_refused(folder: Path, label: Any) -> None:
-    file = lines(folder / "bad.jsonl", {"prompt": "the", "completion": "loss", "label": label})
-    with pytest.raises(DloError, match=r"bad\.jsonl:1: label must be true \(desirable\) or false"):
-        data(str(folder), train_files=str(file), unpaired=True).check()
 
 
 def test_a_prompt_that_fills_the_window_is_refused_or_dropped(folder: Path) -> None:
     rows = [{"prompt": "the", "chosen": "loss", "rejected": "of"}] * 5
     long = {"prompt": "the loss of a packed document", "chosen": "one", "rejected": "of"}
     file = str(lines(folder / "long.jsonl", *rows, long))
-    for policy, message in (
-        ("truncate", r"long\.jsonl:6: prompt must have at most seq_len = 5 tokens.* got 6; set seq_len to more than 6"),
-        ("error", r"long\.jsonl:6: prompt must have at most seq_len = 5"),
-    ):
-        with pytest.raises(DloError, match=message):
+    for policy in ("truncate", "error"):
+        with pytest.raises(DloError, match=r"long\.jsonl:6: prompt must have at most seq_len = 5 tokens.* got 6; set"):
             batches_of(data(str(folder), train_files=file, seq_len=5, long_samples=policy, batch_size=1))
     made = data(str(folder), train_files=file, seq_len=5, long_samples="drop", batch_size=1)
     batches_of(made)

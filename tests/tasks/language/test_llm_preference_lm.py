@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
-from dlo_framework.models.attention import Attention, BSLongformer, DenseSparsity, Prefix
-from dlo_framework.testing import Case, assert_parity
+from dlo_framework.models.attention import Attention, Prefix
+from dlo_framework.testing import assert_parity
 from dlo_tasks.language import model_folders, preference_losses, vocabulary_loss
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.batches import IGNORE_INDEX
@@ -33,7 +34,7 @@ from dlo_tasks.language.text_data import TextData
 from dlo_tasks.language.vocabulary_head import VocabularyHead
 from dlo_tasks.language.vocabulary_loss import token_log_probs
 from support.preferences import build, data, write_pairs, write_tokenizer
-from support.strategies import STRATEGIES
+from support.strategies import named_cases
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
 
@@ -190,23 +191,6 @@ def test_an_export_is_a_model_that_transformers_loads_and_predicts_as_the_task(f
     assert [row["prompt"] for batch in found for row in batch] == ["the loss", "of a"]
 
 
-def test_a_dense_mask_changes_nothing_and_a_sparse_one_trains_other_weights(folder: Path) -> None:
-    found = []
-    for option in (
-        None,
-        Attention(mask=DenseSparsity(4)),
-        Attention("blocks", DenseSparsity(4)),
-        Attention(mask=BSLongformer(2, 1)),
-    ):
-        seed_everything(1, verbose=False)
-        task, made = build(str(folder), objective="orpo", attention=option)
-        fit(folder, task, made, max_steps=3)
-        found.append(torch.cat([parameter.detach().flatten() for parameter in task.model.parameters()]))
-    for other in found[1:3]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-6)
-    assert (found[3] - found[0]).abs().max() > 1e-4
-
-
 ROOT = Path(__file__).parents[3]
 TRL = json.loads((ROOT / "tests" / "support" / "trl_losses.json").read_text())
 TOKENS, WIDTH, VOCABULARY = 23, 8, 37
@@ -294,43 +278,37 @@ def test_a_chunk_of_logits_is_the_most_that_is_in_memory(monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> Path:
-    return prepare(tmp_path_factory.mktemp("preferences"))
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes cases of pairs in a folder."""
+    return partial(named_cases, folder=str(prepare(tmp_path_factory.mktemp("preferences"))))
 
 
-def cases(folder: Path, names: Any, trainer: dict[str, Any] | None = None, **arguments: Any) -> list[Case]:
-    text = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    return [
-        Case(STRATEGIES[name], {"folder": str(folder), **arguments}, trainer or {}, f"{name}, {text}") for name in names
-    ]
-
-
-def test_strategies_are_one_process(shared: Path) -> None:
-    found = cases(shared, ("cp",), objective="dpo", source="adapters")
-    found += cases(shared, ("zero3", "pp"), objective="dpo", source="model")
+def test_strategies_are_one_process(cases: Any) -> None:
+    found = cases(("cp",), objective="dpo", source="adapters")
+    found += cases(("zero3", "pp"), objective="dpo", source="model")
     assert_parity(build, found, steps=2, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_stages_that_share_sequences_are_one_process(shared: Path) -> None:
+def test_stages_that_share_sequences_are_one_process(cases: Any) -> None:
     """On four ranks, where a second model's outputs are shards of sequences, on the last stage alone."""
-    found = cases(shared, ["pp x cp"], objective="dpo", source="model")
-    found += cases(shared, ["pp x cp"], objective="kto", source="model")
-    found += cases(shared, ["pp x cp"], objective="ipo", source="adapters")
+    found = cases(["pp x cp"], objective="dpo", source="model")
+    found += cases(["pp x cp"], objective="kto", source="model")
+    found += cases(["pp x cp"], objective="ipo", source="adapters")
     assert_parity(build, found, steps=3, rtol=1e-5, world_size=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_objective_and_reference_is_one_process_under_every_strategy(shared: Path) -> None:
+def test_every_objective_and_reference_is_one_process_under_every_strategy(cases: Any) -> None:
     everywhere = ["ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "pp", "cp", "deepspeed_3"]
-    found = cases(shared, [*everywhere, "deepspeed_2"], objective="dpo", source="adapters")
-    found += cases(shared, everywhere, objective="dpo", source="model")
+    found = cases([*everywhere, "deepspeed_2"], objective="dpo", source="adapters")
+    found += cases(everywhere, objective="dpo", source="model")
     # Squares of margins: in single precision the second moments differ by 2e-4. DeepSpeed has no double precision.
-    found += cases(shared, everywhere[:-1], {"precision": "64-true"}, objective="ipo", source="model")
-    found += cases(shared, everywhere, objective="orpo", packing="none")
-    found += cases(shared, ("ddp", "fsdp", "zero3", "pp", "cp"), objective="kto", source="adapters")
-    found += cases(shared, ("tp", "cp", "zero3"), objective="kto", source="model")
-    found += cases(shared, ("ddp", "zero3", "pp"), {"accumulate_grad_batches": 2}, objective="dpo", source="model")
-    found += cases(shared, ("fsdp", "zero3"), {"accumulate_grad_batches": 2}, objective="kto", source="adapters")
+    found += cases(everywhere[:-1], {"precision": "64-true"}, objective="ipo", source="model")
+    found += cases(everywhere, objective="orpo", packing="none")
+    found += cases(("ddp", "fsdp", "zero3", "pp", "cp"), objective="kto", source="adapters")
+    found += cases(("tp", "cp", "zero3"), objective="kto", source="model")
+    found += cases(("ddp", "zero3", "pp"), {"accumulate_grad_batches": 2}, objective="dpo", source="model")
+    found += cases(("fsdp", "zero3"), {"accumulate_grad_batches": 2}, objective="kto", source="adapters")
     assert_parity(build, found, steps=4, rtol=1e-5)

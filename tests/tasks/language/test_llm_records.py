@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.language.chat import assistant_spans, encode_conversation, encode_request, read_prompts
+from dlo_tasks.language.chat import assistant_spans, encode_conversation, encode_request
 from dlo_tasks.language.records import content_hash, expand_patterns, read_records
 from dlo_tasks.language.tokenization import encode_pairs, encode_texts
 from dlo_tasks.language.tokenizer import (
@@ -165,20 +165,17 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),
         ('{"messages": [{"content": "a"}]}', r"a\.jsonl:3: message must be an object with role and content"),
         (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}',
-            r"a\.jsonl:3: the role of message 2 must be one of system, .*, got 'bot'; write assistant",
+            '{"messages": [{"role": "bot", "content": "b"}]}',
+            r"a\.jsonl:3: the role of message 1 .* got 'bot'; write ass",
         ),
         (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contents": "b"}]}',
-            r"a\.jsonl:3: message 2 \(role assistant\) must have content, got 'role', 'contents'; did you mean",
+            '{"messages": [{"role": "user", "contents": "b"}]}',
+            r"a\.jsonl:3: message 1 .* must have content, got 'role'",
         ),
-        (
-            '{"text": "a \\ud83d"}',
-            r"a\.jsonl:3: text must be valid Unicode, got '\\ud83d', half of a surrogate pair; .* remove the line",
-        ),
+        ('{"text": "a \\ud83d"}', r"a\.jsonl:3: text must be valid Unicode, got '\\ud83d', half of a surrogate pair"),
         (
             '{"messages": [{"role": "user", "content": [{"text": "\\ud83d"}]}]}',
-            r"a\.jsonl:3: messages must be valid Unicode, got '\\ud83d'",
+            r"a\.jsonl:3: messages must be valid Uni",
         ),
         ('{"text": ' + "[" * 200_000, r"a\.jsonl:3: JSON is nested too deeply; correct or remove the line"),
     ],
@@ -194,11 +191,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"one\r\ntwo")
     assert [record.content for record in read_records([tmp_path / "a.txt"])] == ["one\ntwo"]
     assert content_hash([tmp_path / "a.txt"]) == content_hash([tmp_path / "b.txt"])
-
-
-def test_columns_may_have_other_names(tmp_path):
-    file = write(tmp_path / "a.jsonl", {"body": "one", "text": 3})
-    assert [record.content for record in read_records([file], {"text": "body"})] == ["one"]
 
 
 def test_the_hash_of_files_tells_their_contents_order_and_kind(tmp_path):
@@ -268,14 +260,6 @@ def test_the_assistants_tokens_alone_are_learned(tokenizer, template, expected):
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
 
 
-def test_a_request_is_what_training_puts_before_an_answer(tokenizer):
-    ids, learned = encode_conversation(tokenizer, CHAT, None, "a:1")
-    asked = encode_request(tokenizer, CHAT[:3], None, "a:1")
-    assert ids[: len(asked)] == asked
-    assert learned[len(asked)]
-    assert not learned[len(asked) - 1]
-
-
 def test_blanks_that_end_an_answer_without_a_special_token_are_learned():
     def render(messages, ask):
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + ("assistant: " if ask else "")
@@ -314,16 +298,19 @@ def test_the_template_of_dlos_own_tokenizer(trained):
             encode_conversation(trained, messages, tools, "a:1")
 
 
-# --- prompts -------------------------------------------------------------------------------------------------
-
-
-def test_prompts_are_lines_of_text_or_of_json(tmp_path, tokenizer):
-    text = write(tmp_path / "a.txt", "What is", "", "And")
-    lines = write(tmp_path / "b.jsonl", {"prompt": "two"}, {"messages": CHAT[:1]})
-    prompts, ids = read_prompts([text, lines], tokenizer)
-    assert prompts == ["What is", "And", "two", CHAT[:1]]
-    assert [tokenizer.decode(row) for row in ids[:3]] == ["What is", "And", "two"]
-    assert tokenizer.decode(ids[3]).endswith("<|im_start|>assistant\n")
+@pytest.mark.parametrize(
+    ("package", "load", "message"),
+    [
+        ("transformers", lambda folder: load_tokenizer("a"), "TextData needs transformers"),
+        ("transformers", lambda folder: embedded_tokenizer([], 300, folder), "TextData needs transformers"),
+        ("datasets", lambda folder: list(read_records([folder / "a.parquet"])), "Parquet needs the package datasets"),
+    ],
+)
+def test_a_missing_package_is_an_error_with_its_fix(tmp_path, monkeypatch, package, load, message):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "a.parquet").write_text("no")
+    with pytest.raises(DloError, match=rf"{message}.*; pip install 'dlo_framework\[llm\]'"):
+        load(tmp_path)
 
 
 # --- tokenizers and the embedded text ------------------------------------------------------------------------
@@ -349,22 +336,6 @@ def test_a_missing_tokenizer_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DloError, match=r"cannot be loaded: .*; set tokenizer to a folder"):
         load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "load", [lambda folder: load_tokenizer("a"), lambda folder: embedded_tokenizer([], 300, folder)]
-)
-def test_a_missing_package_is_an_error_with_its_fix(tmp_path, monkeypatch, load):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DloError, match=r"TextData needs transformers .*; pip install 'dlo_framework\[llm\]'"):
-        load(tmp_path)
-
-
-def test_parquet_without_datasets_is_an_error_with_its_fix(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "a.parquet").write_text("no")
-    with pytest.raises(DloError, match=r"Parquet needs the package datasets; pip install 'dlo_framework\[llm\]'"):
-        list(read_records([tmp_path / "a.parquet"]))
 
 
 def test_the_embedded_tokenizer_writes_any_text_and_is_trained_once(tmp_path, monkeypatch):

@@ -1,16 +1,17 @@
 """Language models whose weights are divided among ranks: read in parts, writing text, saved, exported."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
-from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from dlo_framework.checkpoint import load
+from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.models.four_bit_linear import quantise, quantise_scales
@@ -23,45 +24,39 @@ from dlo_tasks.language import model_folders
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.batches import pad_left
 from dlo_tasks.language.causal_lm import CausalLM
-from dlo_tasks.language.generation import Sampling
+from dlo_tasks.language.generation import Sampling, keeps_keys_and_values
 from dlo_tasks.language.model_folders import write_folder
+from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from dlo_tasks.language.tokenizer import embedded_tokenizer
-from support.token_batches import Batches
+from support.seq2seq import FAMILIES as ENCODER_DECODERS
+from support.seq2seq import seq2seq_config
+from support.strategies import STRATEGIES
+from support.token_batches import FAMILIES, GROUPED, Batches
 from support.trainers import quiet_trainer
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIG: dict[str, Any] = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 2, "head_dim": 8}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8},
-    "gpt_neox": {},
-}
+#: Rows of the tokenizer of :class:`Words`.
+VOCABULARY = 280
 
 
 class Words(LightningDataModule):
-    """Prompts that end at different times on different ranks, and random tokens to train on."""
+    """Random tokens to train on, and a tokenizer."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         super().__init__()
-        self.tokenizer = embedded_tokenizer([Path(__file__)], 280, folder)
+        self.tokenizer = embedded_tokenizer([Path(__file__)], VOCABULARY, folder)
         self.rank, self.world_size = rank, world_size
-
-    def _loader(self, batches: list[dict[str, Tensor]]) -> DataLoader:
-        return DataLoader(Batches(batches), batch_size=None)
 
     def train_dataloader(self) -> DataLoader:
         ids = torch.randint(270, (3, 4, 13), generator=torch.Generator().manual_seed(0))
         mine = slice(self.rank * 4 // self.world_size, (self.rank + 1) * 4 // self.world_size)
-        return self._loader([{"input_ids": rows[mine, :-1], "labels": rows[mine, 1:]} for rows in ids])
+        batches = [{"input_ids": rows[mine, :-1], "labels": rows[mine, 1:]} for rows in ids]
+        return DataLoader(Batches(batches), batch_size=None)
 
     val_dataloader = train_dataloader
 
-    def predict_dataloader(self) -> DataLoader:
-        rows = [self.tokenizer(text)["input_ids"] for text in ("class ", "def test_x", "import torch", "f")]
-        ids, mask = pad_left(rows, 0, torch.device("cpu"))
-        index = torch.arange(4)
-        mine = slice(self.rank * 4 // self.world_size, (self.rank + 1) * 4 // self.world_size)
-        return self._loader([{"input_ids": ids[mine], "attention_mask": mask[mine], "index": index[mine]}])
+
+def config_of(family: str, **more: Any) -> Any:
+    return AutoConfig.for_model(family, **{**FAMILIES.get(family, GROUPED), "vocab_size": VOCABULARY, **more})
 
 
 def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> Trainer:
@@ -79,8 +74,8 @@ def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> 
 # --- weights that each rank reads its part of ------------------------------------------------------------------
 
 
-#: Under what each case starts, beside FSDPStrategy; ranks that share a model see the same data.
 DORA = Lora(rank=2, dora=True)
+#: Under what each case starts, beside FSDPStrategy; ranks that share a model see the same data.
 MESHES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
 
 
@@ -115,11 +110,10 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
 
 def save_with_scales(folder: Path) -> Path:
     """Saves a model whose blocks have a trained scale each, a buffer."""
-    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0}
-    config = AutoConfig.for_model("gemma4_text", vocab_size=280, hidden_size_per_layer_input=0, **sizes)
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = {"head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    model = AutoModelForCausalLM.from_config(config_of("gemma4_text", **sizes))
     scales = [buffer.fill_(0.25) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
-    assert len(scales) == SIZES["num_hidden_layers"]
+    assert len(scales) == GROUPED["num_hidden_layers"]
     model.save_pretrained(folder)
     return folder
 
@@ -132,10 +126,10 @@ EVERY = ("fsdp", "zero3", *MESHES)
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> None:
     cases: list[tuple[str, dict[str, Any]]] = []
-    for family, more in FAMILIES.items():
+    for family in SOME:
         torch.manual_seed(5)
-        config = AutoConfig.for_model(family, vocab_size=280, **SIZES, **more)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family, max_shard_size="20KB")
+        model = AutoModelForCausalLM.from_config(config_of(family))
+        model.save_pretrained(tmp_path / family, max_shard_size="20KB")
         assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
         ways = SOME[family] if some else EVERY
         cases += [(kind, {"model": str(tmp_path / family)}) for kind in ways]
@@ -144,16 +138,19 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> 
         cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": lora}) for kind in kinds]
     if not some:
         cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
-    moe = AutoConfig.for_model("mixtral", vocab_size=280, **SIZES, num_key_value_heads=2, num_local_experts=4)
-    AutoModelForCausalLM.from_config(moe).save_pretrained(tmp_path / "mixtral")
+    moe = AutoModelForCausalLM.from_config(config_of("mixtral", num_local_experts=4))
+    moe.save_pretrained(tmp_path / "mixtral")
     cases += [(kind, {"model": str(tmp_path / "mixtral")}) for kind in (("ep",) if some else ("ep", "fsdp", "zero3"))]
     scaled = str(save_with_scales(tmp_path / "scales"))
     cases += [(kind, {"model": scaled}) for kind in (("fsdp",) if some else ("fsdp", "zero3"))]
     (tmp_path / "run").mkdir()
-    embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
-    answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
+    embedded_tokenizer([Path(__file__)], VOCABULARY, tmp_path / "run")
+    given = {"model_type": "qwen3", **FAMILIES["qwen3"], "vocab_size": VOCABULARY, "initializer_range": 0.5}
+    random: tuple[str, dict[str, Any]] = ("fsdp", {"config": given, "lora": DORA})
+    (*answers, drawn), _ = run_distributed(_start, 2, tmp_path / "run", [*cases, random], backend=None)
+    check_random(drawn[1])
     losses: dict[str, float] = {}
-    for (_, case), (loss, weights, left, built_on) in zip(cases, answers[0], strict=True):
+    for (_, case), (loss, weights, left, built_on) in zip(cases, answers, strict=True):
         expected = AutoModelForCausalLM.from_pretrained(case["model"]).state_dict()
         adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
         for name, tensor in expected.items():
@@ -175,6 +172,19 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> 
         assert built_on == "meta"
 
 
+def check_random(weights: dict[str, torch.Tensor]) -> None:
+    """Checks that random weights on ranks are drawn as the family draws them."""
+    matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
+    norms = {name: tensor for name, tensor in weights.items() if ".lora_magnitude_vector." in name}
+    assert matrices
+    assert norms
+    for tensor in matrices:
+        assert float(tensor.std()) == pytest.approx(0.5, rel=0.1)
+    assert all((tensor == 1).all() for name, tensor in weights.items() if "norm" in name)
+    for name, tensor in norms.items():
+        torch.testing.assert_close(tensor, weights[f"{name.split('.lora_')[0]}.base_layer.weight"].norm(dim=1))
+
+
 @pytest.mark.parametrize(
     ("plain", "double"),
     [((), ("tp",)), pytest.param(("fsdp", "tp", "pp"), ("fsdp", "zero3", "pp"), marks=pytest.mark.slow)],
@@ -183,8 +193,7 @@ def test_each_rank_quantises_its_part_of_the_weights(
     tmp_path: Path, plain: tuple[str, ...], double: tuple[str, ...]
 ) -> None:
     torch.manual_seed(5)
-    config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"])
-    source = AutoModelForCausalLM.from_config(config)
+    source = AutoModelForCausalLM.from_config(config_of("qwen3"))
     source.save_pretrained(tmp_path / "qwen3", max_shard_size="20KB")
 
     def case(is_double: bool) -> dict[str, Any]:
@@ -193,7 +202,7 @@ def test_each_rank_quantises_its_part_of_the_weights(
 
     cases = [(kind, case(False)) for kind in plain] + [(kind, case(True)) for kind in double]
     (tmp_path / "run").mkdir()
-    embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
+    embedded_tokenizer([Path(__file__)], VOCABULARY, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
     alone = {
         is_double: trainer_of("auto", 1, tmp_path).validate(
@@ -217,73 +226,144 @@ def test_each_rank_quantises_its_part_of_the_weights(
         assert loss == pytest.approx(alone[is_double], rel=1e-5)
 
 
-def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:
-    embedded_tokenizer([Path(__file__)], 280, tmp_path)
-    case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": DORA}
-    ((_, weights, *_), *_), _ = run_distributed(_start, 2, tmp_path, [("fsdp", case)], backend=None)
-    matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
-    assert matrices
-    for tensor in matrices:
-        assert float(tensor.std()) == pytest.approx(0.5, rel=0.1)
-    assert all((tensor == 1).all() for name, tensor in weights.items() if "norm" in name)
-    norms = {name: tensor for name, tensor in weights.items() if ".lora_magnitude_vector." in name}
-    assert norms
-    for name, tensor in norms.items():
-        torch.testing.assert_close(tensor, weights[f"{name.split('.lora_')[0]}.base_layer.weight"].norm(dim=1))
-
-
 def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("llama", vocab_size=50, **SIZES)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
     saved = model_folders.open_safetensors(tmp_path)
     assert model_folders._stored_name(["model.layers.0.self_attn.q_proj.base_layer.weight"], saved, "model")
     with pytest.raises(DloError, match=r"weights must include model.embed.weight, .* may store it under another name"):
         model_folders._stored_name(["model.embed.weight"], saved, "model")
 
 
-# --- text ------------------------------------------------------------------------------------------------------
+# --- text: greedily and sampled, with prompts of several lengths and early ends ------------------------------------
 
 
-def _write(rank: int, world_size: int, folder: Path, model: str, strategies: list[str]) -> dict[str, Any]:
-    register_data_parallel()
-    made = {"ddp": lambda: "ddp", "fsdp": FSDPStrategy, "zero3": lambda: ZeroStrategy(3), "alone": lambda: "auto"}
+GREEDY, SAMPLED = Sampling(14), Sampling(14, temperature=1.0, top_k=20, top_p=0.9, seed=5)
+#: A token that ends a text, which some rows of most cases reach early.
+END = 13
+
+
+class Prompts(LightningDataModule):
+    """Prompts of several lengths, each data rank its own; the last batch has one row."""
+
+    def predict_dataloader(self) -> DataLoader:
+        rank, ranks = data_parallel_coordinates(self.trainer)
+        draw = torch.Generator().manual_seed(2)
+        prompts = [torch.randint(96, (length,), generator=draw).tolist() for length in (3, 9, 1, 6, 4)]
+        batches = []
+        for numbers in ([0, 1, 2, 3], [4] * ranks):
+            mine = numbers[rank * len(numbers) // ranks : (rank + 1) * len(numbers) // ranks]
+            ids, mask = pad_left([prompts[number] for number in mine], 0, torch.device("cpu"))
+            batches.append({"input_ids": ids, "attention_mask": mask, "index": torch.tensor(mine)})
+        return DataLoader(Batches(batches), batch_size=None)
+
+
+def write(strategy: Any, world_size: int, folder: Path, model: str, sampling: Sampling) -> dict[int, list[int]]:
+    """Returns the tokens of each prompt that this rank has written, by the prompt's number."""
+    trainer = trainer_of(strategy, world_size, folder, precision="64-true")
+    kind = Seq2SeqLM if AutoConfig.from_pretrained(model).is_encoder_decoder else CausalLM
+    batches: Any = trainer.predict(kind(model=model, sampling=sampling), datamodule=Prompts())
+    return {row["index"]: row["tokens"] for batch in batches for row in batch}
+
+
+def _write(rank: int, world_size: int, folder: Path, cases: list[tuple[str, Sampling, Any]]) -> list[Any]:
+    return [write(strategy(), world_size, folder, model, sampling) for model, sampling, strategy in cases]
+
+
+def save_models(folder: Path, families: list[str], layers: int = 2) -> dict[str, str]:
     found = {}
-    for name in strategies:
-        seed_everything(1, workers=True, verbose=False)
-        sampling = Sampling(max_new_tokens=12, temperature=1.0, top_k=30)
-        task = CausalLM(model=model, prompts=["def test", "x"], sampling=sampling, lr=1e-2)
-        data = Words(folder, rank, world_size)
-        trainer = trainer_of(made[name](), world_size, folder, max_epochs=2, max_steps=6)
-        trainer.fit(task, datamodule=data)
-        trainer.save_checkpoint(folder / f"{name}.ckpt")
-        greedy = CausalLM(model=model, sampling=Sampling(max_new_tokens=20))
-        predictor = trainer_of(made[name](), world_size, folder)
-        rows = [row for batch in predictor.predict(greedy, datamodule=data) for row in batch]  # type: ignore[union-attr]
-        found[name] = (task.samples, rows)
+    for family in families:
+        torch.manual_seed(3)
+        ends = {"eos_token_id": END, "pad_token_id": 0}
+        if family in ENCODER_DECODERS:
+            scale = {"initializer_factor": 4.0} if family == "t5" else {"init_std": 0.4}
+            config = AutoConfig.for_model(**seq2seq_config(family, decoder_start_token_id=0, **scale, **ends))
+            AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder / family)
+        else:
+            name = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
+            more = {"initializer_range": 0.4, name: layers, **ends}
+            config = AutoConfig.for_model(family, **{**FAMILIES[family], **more})
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+        found[family] = str(folder / family)
     return found
 
 
+def assert_written(folder: Path, cases: list[tuple[str, Sampling, Any]], world_size: int) -> None:
+    answers = run_distributed(_write, world_size, folder, cases, backend=None)
+    early = 0
+    for number, (model, sampling, strategy) in enumerate(cases):
+        expected = write("auto", 1, folder, model, sampling)
+        written: dict[int, list[int]] = {}
+        for answer in answers:
+            assert all(trim(written.setdefault(key, row)) == trim(row) for key, row in answer[number].items()), strategy
+        wanted = {key: trim(row) for key, row in expected.items()}
+        assert {key: trim(row) for key, row in written.items()} == wanted, (model, sampling, strategy)
+        assert max(map(len, expected.values())) == sampling.max_new_tokens  # Some rows do not end early.
+        early += any(len(trim(row)) < sampling.max_new_tokens for row in expected.values())
+    assert early > len(cases) // 2
+
+
+def trim(row: list[int]) -> list[int]:
+    """A row to its end; what follows is padding, as long as the longest row of its batch."""
+    return row[: row.index(END) + 1] if END in row else row
+
+
+def test_ranks_write_the_tokens_of_one_process(tmp_path: Path) -> None:
+    models = save_models(tmp_path, ["llama", "gpt2", "t5"])
+    cases: list[Any] = [(model, SAMPLED, STRATEGIES["pp"]) for model in models.values()]
+    deep = save_models(tmp_path / "deep", ["mistral"], layers=4)["mistral"]
+    cases += [(deep, GREEDY, partial(MeshStrategy, pp=2, schedule="Interleaved1F1B"))]
+    assert_written(tmp_path, [*cases, (models["llama"], GREEDY, STRATEGIES["zero3"])], 2)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_layers_or_weights_write_the_tokens_of_one_process(tmp_path: Path) -> None:
+    models = save_models(tmp_path, ["llama", "qwen3", "gemma2", "bart"])
+    cases: list[Any] = [(model, SAMPLED, partial(MeshStrategy, pp=2, tp=2)) for model in models.values()]
+    # Data ranks that gather weights together write as often as the longest row of all.
+    shared = ({"pp": 2}, {"dp_shard": 1, "pp": 2, "cp": 2}, {"cp": 2, "cp_method": "ulysses"})
+    cases += [(models["llama"], GREEDY, partial(MeshStrategy, **{"dp_shard": 2, **axes})) for axes in shared]
+    assert_written(tmp_path, [*cases, (models["llama"], GREEDY, STRATEGIES["fsdp"])], 4)
+
+
+def test_models_with_another_state_write_without_a_cache() -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
+    models = {
+        family: AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **more}))
+        for family, more in (("llama", FAMILIES["llama"]), ("mistral", FAMILIES["mistral"]), ("mamba", {}))
+    }
+    assert {family: keeps_keys_and_values(model) for family, model in models.items()} == {
+        "llama": True,
+        "mistral": True,
+        "mamba": False,
+    }
+
+
+def _train(rank: int, world_size: int, folder: Path, model: str, name: str) -> list[str]:
+    register_data_parallel()
+    seed_everything(1, workers=True, verbose=False)
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, top_k=30)
+    task = CausalLM(model=model, prompts=["def test", "x"], sampling=sampling, lr=1e-2)
+    trainer = trainer_of(STRATEGIES[name](), world_size, folder, max_epochs=2, max_steps=6)
+    trainer.fit(task, datamodule=Words(folder, rank, world_size))
+    trainer.save_checkpoint(folder / f"{name}.ckpt")
+    return task.samples
+
+
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_text_is_the_same_whoever_holds_the_weights_and_so_is_what_is_exported(tmp_path: Path, strategy: str) -> None:
+def test_samples_of_a_run_are_the_same_whoever_holds_the_weights_and_so_is_what_is_exported(
+    tmp_path: Path, strategy: str
+) -> None:
     folder, model = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
-    tokenizer = embedded_tokenizer([Path(__file__)], 280, folder)
-    torch.manual_seed(3)
-    config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"], initializer_range=0.3)
+    embedded_tokenizer([Path(__file__)], VOCABULARY, folder)
     torch.manual_seed(11)
-    AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    (alone,) = run_distributed(_write, 1, folder, str(model), ["alone"], backend=None)
-    samples, rows = alone["alone"]
-    lengths = {len([token for token in row["tokens"] if token != tokenizer.pad_token_id]) for row in rows}
-    assert [row["index"] for row in rows] == [0, 1, 2, 3]
-    answers = run_distributed(_write, 2, folder, str(model), [strategy], backend=None)
-    expected = write_folder(load(folder / "alone.ckpt"), tmp_path / "alone")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "alone").state_dict()
-    for name in answers[0]:
-        found = [row for answer in answers for row in answer[name][1]]
-        assert [row["completion"] for row in found] == [row["completion"] for row in rows], (name, lengths)
-        assert answers[0][name][0] == answers[1][name][0] == samples, name
-        assert write_folder(load(folder / f"{name}.ckpt"), tmp_path / name) == expected
-        weights = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
-        for key, tensor in reference.items():
-            torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
+    AutoModelForCausalLM.from_config(config_of("qwen3", initializer_range=0.3)).save_pretrained(model)
+    samples = _train(0, 1, folder, str(model), "auto")
+    assert run_distributed(_train, 2, folder, str(model), strategy, backend=None) == [samples] * 2
+    written = [write_folder(load(folder / f"{name}.ckpt"), tmp_path / name) for name in ("auto", strategy)]
+    assert written[0] == written[1]
+    reference, weights = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("auto", strategy)
+    )
+    for key, tensor in reference.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)

@@ -31,8 +31,6 @@ from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language import sparse_attention
 from dlo_tasks.language.causal_lm import CausalLM
 from support.runs import Losses
@@ -274,7 +272,7 @@ def by_blocks(tmp_path_factory):
     return train(tmp_path_factory.mktemp("blocks"))
 
 
-@pytest.mark.parametrize("way", ["auto", "compiled", "zero2", "zero3"])
+@pytest.mark.parametrize("way", ["compiled", "zero3"])
 def test_flex_attention_trains_under_all_that_watches_a_step(way, tmp_path, monkeypatch, by_blocks):
     """As on an accelerator, but for the backend: a CPU's kernel has no gradients."""
     monkeypatch.setattr(sparse_attention, "choose_kernel", lambda *_, **__: Kernel("flex", ""))
@@ -283,7 +281,7 @@ def test_flex_attention_trains_under_all_that_watches_a_step(way, tmp_path, monk
     compiled = torch.compile(masked_attention.flex_attention, backend="aot_eager")
     monkeypatch.setattr(masked_attention, "_compiled", lambda: compiled)
     compile_blocks = [Compile(scope="blocks", backend="aot_eager")]
-    strategy = ZeroStrategy(int(way[-1])) if way.startswith("zero") else "auto"
+    strategy = ZeroStrategy(3) if way == "zero3" else "auto"
     losses, validated, flops = train(tmp_path, compile_blocks if way == "compiled" else [], strategy=strategy)
     expected, wanted, of_blocks = by_blocks
     assert losses == pytest.approx(expected)
@@ -295,7 +293,6 @@ def test_flex_attention_trains_under_all_that_watches_a_step(way, tmp_path, monk
 
 
 ROWS = 8
-VIT = {"img_size": 16, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 4}
 
 
 def make_pattern() -> BigBird:
@@ -307,18 +304,6 @@ def llm(pattern: SparsityPattern | None = None) -> tuple[Any, Any]:
     # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
     more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}}
     return CausalLM(config=config, attention=Attention(mask=pattern or make_pattern()), **more), Tokens(1, rows=ROWS)
-
-
-def vit() -> tuple[Any, Any]:
-    task = ImageClassifier(
-        "vit_tiny_patch16_224",
-        model_args=VIT,
-        num_classes=10,
-        lr=1e-3,
-        optimizer_args={"eps": 1e-4},
-        attention=Attention(mask=make_pattern()),
-    )
-    return task, DigitsData(image_size=16, batch_size=ROWS, val_fraction=0.01)
 
 
 def mesh(pattern: SparsityPattern | None = None, **options: Any) -> Case:
@@ -338,12 +323,6 @@ def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:
-    """Heads are divided under tp alone; where each rank has all of a layer, a pipeline stands for the others."""
-    assert_parity(vit, [mesh(tp=2), mesh(pp=2)], steps=2, rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_four_ranks_deepspeed_compiled_and_recomputed_blocks_are_one_process() -> None:
     pairs = ({"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "cp_method": "ulysses"}, {"pp": 2, "cp": 2}, {"pp": 2, "tp": 2})
     assert_parity(llm, [mesh(**axes) for axes in pairs], steps=2, world_size=4, rtol=1e-5)
@@ -352,9 +331,3 @@ def test_four_ranks_deepspeed_compiled_and_recomputed_blocks_are_one_process() -
         for axes in ({"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}):
             found.append(mesh(**axes, appliers=[applier()]))
     assert_parity(llm, found, steps=2, rtol=1e-5)
-
-
-def test_the_meshes_would_notice_a_mask_of_other_heads() -> None:
-    layout = make_pattern().layout(4, 8)
-    assert not (layout[:2] == layout[2:]).all()
-    assert (BSLongformer(3).layout(4, 8)[:2] == BSLongformer(3).layout(4, 8)[2:]).all()
