@@ -69,20 +69,6 @@ def rates_in_steps(growth) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"reference_batch": 0}, "reference_batch of lr_scaling must be a number of samples, got 0"),
-        ({}, "got None"),
-        ({"reference_batch": 8, "rule": "liner"}, r"got liner; did you mean 'linear'\?"),
-        ({"reference": 8}, r"lr_scaling must have the keys .* got reference; did you mean 'reference_batch'\?"),
-    ],
-)
-def test_wrong_options_say_the_rule_and_the_fix(scaling, message: str) -> None:
-    with pytest.raises(DloError, match=message):
-        ImageClassifier("vit_tiny_patch16_224", lr_scaling=scaling)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DloError, match=r"warmup_lr must be at most the scaled lr, got 1 times lr .* factor 0.5"):
         rates(lr_scaling={"reference_batch": 200}, schedule="linear", warmup_lr=0.01, warmup_steps=2)

@@ -1,5 +1,6 @@
 """Mixtures of experts of the tasks: they start as the dense model, train, and come back from a checkpoint."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dlo_framework.models.experts.layer import MixtureLayer
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
+from dlo_tasks.language.generation import Sampling, complete_ids
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
 
@@ -35,6 +37,9 @@ def llama(experts: MixtureOptions | None, **more: Any) -> CausalLM:
     task = CausalLM(config={**LLAMA, **more}, experts=experts)
     task.configure_model()
     return task
+
+
+mixtral = partial(llama, model_type="mixtral", num_local_experts=4)
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 1, "top_k": 3}, {"shared": True}, {"router": "sigmoid"}])
@@ -69,9 +74,7 @@ def test_a_llama_starts_as_the_dense_one_and_its_plan_fits() -> None:
 def test_a_run_trains_experts_moves_biases_and_loads_again(tmp_path: Path) -> None:
     task = vit(MixtureOptions(count=4, bias_rate=0.01, capacity_factor=1.0), lr=1e-2)
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-    trainer = quiet_trainer(
-        max_steps=3, default_root_dir=tmp_path, limit_val_batches=0, accumulate_grad_batches=2,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=3, default_root_dir=tmp_path, limit_val_batches=0, accumulate_grad_batches=2)
     trainer.fit(task, datamodule=DigitsData(image_size=16, batch_size=8))
     after = task.state_dict()
     for name in ("gate.weight", "gate.e_score_correction_bias", "experts.up_proj", "experts.down_proj_bias"):
@@ -101,18 +104,9 @@ def test_weight_decay_leaves_out_the_biases_of_experts() -> None:
         (lambda: vit(MixtureOptions(count=4), "resnet18", model_args={}), "whose blocks have MLPs, got ResNet"),
         (lambda: llama(MixtureOptions(count=4, router="expert_choice")), "must be softmax or sigmoid for a causal"),
         (lambda: llama(MixtureOptions()), "must have a mixture of experts, got LlamaForCausalLM"),
-        (
-            lambda: llama(MixtureOptions(count=4), model_type="mixtral", num_local_experts=4),
-            "must be unset for a model with mixtures",
-        ),
-        (
-            lambda: llama(MixtureOptions(bias_rate=0.1), model_type="mixtral", num_local_experts=4),
-            "bias_rate must be 0 for routers without e_score_correction_bias",
-        ),
-        (
-            lambda: llama(MixtureOptions(), model_type="mixtral", output_router_logits=True),
-            "experts.aux_loss must be 0 with config.output_router_logits",
-        ),
+        (lambda: mixtral(MixtureOptions(count=4)), "must be unset for a model with mixtures"),
+        (lambda: mixtral(MixtureOptions(bias_rate=0.1)), "must be 0 for routers without e_score_correction_bias"),
+        (lambda: mixtral(MixtureOptions(), output_router_logits=True), "must be 0 with config.output_router_logits"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
@@ -121,9 +115,7 @@ def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
 
 
 def test_a_mixture_with_transformers_loss_completes_prompts() -> None:
-    task = llama(None, model_type="mixtral", num_local_experts=4, output_router_logits=True)
-    from dlo_tasks.language.generation import Sampling, complete_ids
-
+    task = mixtral(None, output_router_logits=True)
     ids = torch.randint(96, (2, 5))
     found = complete_ids(task.model, ids, torch.ones_like(ids), Sampling(max_new_tokens=3), None, False)  # type: ignore[arg-type]
     assert found.shape == (2, 3)

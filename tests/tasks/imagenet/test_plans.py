@@ -19,12 +19,7 @@ def _refuse_state_dict(*_):
     ("name", "blocks", "stem", "head"),
     [
         ("vit_small_patch16_224", 12, {"cls_token", "pos_embed", "patch_embed"}, {"norm", "head"}),
-        (
-            "vit_medium_patch16_reg4_gap_256",
-            12,
-            {"reg_token", "pos_embed", "patch_embed"},
-            {"fc_norm", "head"},
-        ),
+        ("vit_medium_patch16_reg4_gap_256", 12, {"reg_token", "pos_embed", "patch_embed"}, None),
         ("deit_tiny_distilled_patch16_224", 12, None, {"norm", "head", "head_dist"}),
         ("vit_so400m_patch14_siglip_224", 27, {"pos_embed", "patch_embed"}, {"norm", "attn_pool"}),
         ("vit_small_patch16_18x2_224", 18, None, None),
@@ -90,49 +85,3 @@ def test_a_bias_of_relative_positions_is_cut_along_its_heads():
     made = plan_for(meta("coatnet_rmlp_nano_rw_224"))
     assert made.rule_for("stages.2.blocks.0.attn.rel_pos.mlp.fc2.weight") is Rule.HEADS
     assert made.rule_for("stages.2.blocks.0.attn.rel_pos.mlp.fc2") is Rule.REPLICATE
-
-
-def cut(weight: torch.Tensor, rule: Rule, heads: int, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's rows of a fused qkv, as the rule says they lie."""
-    if rule is Rule.QKV:
-        parts = weight.unflatten(0, (3, heads, -1)).chunk(ranks, dim=1)[rank]
-        return parts.flatten(0, 2)
-    return weight.unflatten(0, (heads, -1)).chunk(ranks, dim=0)[rank].flatten(0, 1)
-
-
-@pytest.mark.parametrize("name", ["vit", "coatnet"])
-def test_the_qkv_rules_describe_the_layout_that_the_models_have(name):
-    torch.manual_seed(0)
-    if name == "vit":
-        model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=4)
-        path, x = "blocks.0.attn", torch.randn(2, 5, 32)
-    else:
-        model = timm.create_model("coatnet_nano_rw_224", img_size=64)
-        path = "stages.2.blocks.1.attn"
-        x = torch.randn(2, model.get_submodule(path).qkv.in_channels, 4, 4)
-    attn, plan = model.eval().get_submodule(path), plan_for(model)
-    whole = attn(x)
-    rule, heads = plan.rule_for(f"{path}.qkv"), attn.num_heads
-    assert heads % 2 == 0
-    qkv, proj, bias = attn.qkv, attn.proj, attn.proj.bias
-    # Each half of the heads alone, with its columns of `proj`: the halves add up to the whole.
-    total = torch.zeros_like(whole)
-    weights = qkv.weight.detach().clone(), qkv.bias.detach().clone(), proj.weight.detach().clone()
-    if name == "coatnet":
-        table = attn.rel_pos.relative_position_bias_table.detach().normal_()
-        whole = attn(x)
-        assert plan.rule_for(f"{path}.rel_pos.relative_position_bias_table") is Rule.LAST_DIM_HEADS
-        attn.rel_pos.bias_shape = (*attn.rel_pos.bias_shape[:2], heads // 2)
-    else:
-        attn.attn_dim //= 2
-    for rank in range(2):
-        rows = cut(weights[0], rule, heads, rank, 2), cut(weights[1], rule, heads, rank, 2)
-        qkv.weight, qkv.bias = torch.nn.Parameter(rows[0]), torch.nn.Parameter(rows[1])
-        proj.weight = torch.nn.Parameter(weights[2].chunk(2, dim=1)[rank])
-        proj.bias = None
-        attn.num_heads = heads // 2
-        if name == "coatnet":
-            attn.rel_pos.relative_position_bias_table = torch.nn.Parameter(table.chunk(2, dim=-1)[rank])
-        total += attn(x)
-    shape = (-1,) if name == "vit" else (-1, 1, 1)
-    torch.testing.assert_close(total + bias.view(shape), whole)

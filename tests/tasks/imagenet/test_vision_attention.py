@@ -131,23 +131,6 @@ def test_a_bias_of_positions_is_computed_by_sdpa():
         masked_vision_model(build("beit_base_patch16_224"), Attention("blocks"), torch.device("cpu"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
-def test_compiled_blocks_have_the_same_values(name):
-    torch.compiler.reset()
-    model = build(name).float()
-    masked_vision_model(model, Attention(mask=BigBird(8)), torch.device("cpu"))
-    images = torch.randn(2, 3, 32, 32)
-    expected = model(images)
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    found = model(images)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    found.sum().backward()
-    assert all(part.weight.grad.abs().sum() > 0 for name, part in model.named_modules() if name.endswith("proj"))
-    torch.compiler.reset()
-
-
 def test_options_of_language_models_are_refused():
     with pytest.raises(DloError, match="got varlen, which packs documents"):
         ImageClassifier(attention=Attention("varlen"))
