@@ -168,6 +168,10 @@ def test_a_billion_samples_take_no_memory():
     assert peak < 5 << 20
 
 
+def moment(samples: int, code: float, web: float) -> dict:
+    return {"samples": samples, "weights": {"code": code, "web": web}}
+
+
 @pytest.mark.parametrize(
     ("mix", "message"),
     [
@@ -175,16 +179,10 @@ def test_a_billion_samples_take_no_memory():
         ({"code": float("nan"), "web": 1}, "mix.code must be positive, got nan"),
         ({"coed": 1, "web": 1}, "mix must name sources, got 'coed'; did you mean"),
         ({"web": 1}, "mix must have a weight for each source, got none for code"),
-        ([{"samples": 5, "weights": {"code": 1, "web": 1}}], "mix must begin at samples: 0, got 5"),
+        ([moment(5, 1, 1)], "mix must begin at samples: 0, got 5"),
         ([{"sample": 5}], "mix must be weights by source, or a list of moments"),
-        (
-            [{"samples": 0, "weights": {"code": 1, "web": 1}}, {"samples": 0, "weights": {"code": 1, "web": 1}}],
-            "mix must have moments with ascending samples, got 0 before 0",
-        ),
-        (
-            [{"samples": 0, "weights": {"code": 0, "web": 1}}, {"samples": 9, "weights": {"code": 0, "web": 0}}],
-            "mix must have a positive weight at each moment, got none at samples 9",
-        ),
+        ([moment(0, 1, 1), moment(0, 1, 1)], "mix must have moments with ascending samples, got 0 before 0"),
+        ([moment(0, 0, 1), moment(9, 0, 0)], "mix must have a positive weight at each moment, got none at samples 9"),
     ],
 )
 def test_wrong_weights_are_refused(mix, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -63,24 +64,17 @@ class Recorder(LightningModule):
         return optimizer
 
 
-def run(tmp_path, model: Recorder, workers: int, *, ckpt=None, max_steps: int = -1, **kwargs):
+def run(tmp_path, model: Recorder, workers: int, *, data=None, ckpt=None, **options):
+    """Trains until the end or an error, and returns a checkpoint that is saved then."""
     trainer = quiet_trainer(
         default_root_dir=tmp_path,
         callbacks=[ExactResume()],  # reopens the epoch that Lightning closes when max_steps ends a run
-        max_epochs=EPOCHS,
-        max_steps=max_steps,
-        num_sanity_val_steps=0,
-        **kwargs,
+        **{"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **options},
     )
-    path = tmp_path / "stopped.ckpt"
-    data = Indices(workers)
-    try:
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None)
-    except RuntimeError:
-        trainer.save_checkpoint(path)
-        return path
-    trainer.save_checkpoint(path)
-    return path
+    with contextlib.suppress(RuntimeError):
+        trainer.fit(model, data or Indices(workers), ckpt_path=ckpt, weights_only=True if ckpt else None)
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    return tmp_path / "stopped.ckpt"
 
 
 def flat(batches: list[list[int]]) -> list[int]:
@@ -97,21 +91,18 @@ def uninterrupted(tmp_path_factory) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize(("workers", "stop", "asks_length"), [(0, 3, False), (0, 10, True), (2, 14, True)])
-def test_stopped_by_max_steps_and_resumed(tmp_path, uninterrupted, workers: int, stop: int, asks_length: bool) -> None:
+@pytest.mark.parametrize(
+    ("workers", "stop", "raises", "asks_length"),
+    [(0, 3, False, False), (0, 10, False, True), (2, 14, False, True), (0, 0, True, True), (0, 9, True, False)],
+)
+def test_stopped_by_max_steps_or_by_an_error_in_a_step_and_resumed(
+    tmp_path, uninterrupted, workers: int, stop: int, raises: bool, asks_length: bool
+) -> None:
     seen: list[list[int]] = []
-    path = run(tmp_path, Recorder(seen), workers, max_steps=stop)
+    how = (Recorder(seen, raise_at=stop), -1) if raises else (Recorder(seen), stop)
+    path = run(tmp_path, how[0], workers, max_steps=how[1])
     assert len(seen) == stop
     run(tmp_path, Recorder(seen, asks_length), workers, ckpt=path)
-    assert seen == uninterrupted
-
-
-@pytest.mark.parametrize(("stop", "asks_length"), [(0, True), (9, False)])
-def test_stopped_by_an_error_inside_a_step_and_resumed(tmp_path, uninterrupted, stop: int, asks_length: bool) -> None:
-    seen: list[list[int]] = []
-    path = run(tmp_path, Recorder(seen, raise_at=stop), 0)
-    assert len(seen) == stop
-    run(tmp_path, Recorder(seen, asks_length), 0, ckpt=path)
     assert seen == uninterrupted
 
 
@@ -139,10 +130,9 @@ def test_validation_sees_each_sample_once_and_ignores_the_training_place(tmp_pat
 def test_validating_a_checkpoint_does_not_make_a_later_fit_skip_samples(tmp_path, uninterrupted) -> None:
     path = run(tmp_path, Recorder([]), 0, max_steps=3)
     data, seen = Indices(0), []
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     model = Recorder(seen)
-    Trainer(**options).validate(model, datamodule=data, ckpt_path=path, verbose=False, weights_only=True)
-    Trainer(max_epochs=1, enable_model_summary=False, **options).fit(model, datamodule=data)
+    quiet_trainer().validate(model, datamodule=data, ckpt_path=path, verbose=False, weights_only=True)
+    quiet_trainer(max_epochs=1).fit(model, datamodule=data)
     assert seen == uninterrupted[:10]
 
 
@@ -165,10 +155,7 @@ def test_the_global_batch_is_divided_among_the_ranks() -> None:
 
 
 def test_ranks_that_have_not_started_are_told_what_they_cannot_share():
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    three, no_validation = (
-        Trainer(accelerator="cpu", devices=3, strategy="ddp", limit_val_batches=part, **quiet) for part in (1.0, 0)
-    )
+    three, no_validation = (quiet_trainer(devices=3, strategy="ddp", limit_val_batches=part) for part in (1.0, 0))
     data = ResumableDataModule(batch_size=6, eval_batch_size=9)
     data.check_shares(three)
     data.eval_batch_size = 8
@@ -206,25 +193,13 @@ class PairRecorder(Recorder):
 @pytest.mark.parametrize(("sizes", "asks_length"), [((SIZE, 12), True), ((12, SIZE), False)])
 def test_several_training_loaders_each_go_on(tmp_path, sizes, asks_length):
     whole: list[list[int]] = []
-    fit_pair(tmp_path, PairRecorder(whole, asks_length), sizes)
+    run(tmp_path, PairRecorder(whole, asks_length), 0, data=Pair(sizes))
     got: list[list[int]] = []
-    trainer = fit_pair(tmp_path, PairRecorder(got, asks_length), sizes, max_steps=SIZE // BATCH + 4)
-    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    path = run(tmp_path, PairRecorder(got, asks_length), 0, data=Pair(sizes), max_steps=SIZE // BATCH + 4)
     assert got == whole[: len(got)]
-    fit_pair(tmp_path, PairRecorder(got, asks_length), sizes, ckpt=tmp_path / "stopped.ckpt")
+    run(tmp_path, PairRecorder(got, asks_length), 0, data=Pair(sizes), ckpt=path)
     assert got == whole
     assert len(whole) == SIZE // BATCH * EPOCHS
-
-
-def fit_pair(folder, model, sizes, *, ckpt=None, max_steps=-1):
-    trainer = quiet_trainer(
-        default_root_dir=folder,
-        callbacks=[ExactResume()],
-        max_epochs=EPOCHS,
-        max_steps=max_steps,
-    )
-    trainer.fit(model, datamodule=Pair(sizes), ckpt_path=ckpt)
-    return trainer
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1.0, [4, 3, 2]), (3, [4, 3, 2]), (2, [4, 4, 1]), (0.7, [4, 4, 1])])
@@ -233,7 +208,7 @@ def test_a_last_batch_takes_samples_from_the_one_before_only_where_it_is_evaluat
 ) -> None:
     monkeypatch.setattr("dlo_framework.data.module.data_parallel_coordinates", lambda trainer: (0, 2))
     data = Indices(workers=0)
-    data.trainer = Trainer(accelerator="cpu", devices=1, logger=False, limit_val_batches=limit)
+    data.trainer = quiet_trainer(devices=1, limit_val_batches=limit)
     spans = data.eval_loader(TensorDataset(torch.arange(9))).sampler.spans_from(0)
     assert [stop - start for start, stop in spans] == expected
 

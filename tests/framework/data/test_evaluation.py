@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,14 +220,24 @@ def test_loaders_in_parallel_repeat_a_sample_with_a_warning() -> None:
     assert not others, "rank 0 speaks for all"
 
 
-def _predicted(rank: int, world: int, cases: list[Case], folder: Path) -> list[int]:
-    counts = []
+class Indices(BasePredictionWriter):
+    """Keeps the indices of the samples that predictions are of."""
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.found = [index for batch in batch_indices[0] for index in batch]
+
+
+def _predicted(rank: int, world: int, cases: list[Case], folder: Path) -> list[tuple[int, list[int]]]:
+    """Returns the number of predictions, and the indices of their samples, in each case."""
+    found = []
     for number, (data, name, kind, *sizes) in enumerate(cases):
-        callback = SavePredictions(folder / f"{number}.pt")
-        run = trainer(world, (STRATEGIES | MESHES)[name](), callbacks=[callback])
+        writer = Indices("epoch")
+        run = trainer(
+            world, (STRATEGIES | MESHES)[name](), callbacks=[SavePredictions(folder / f"{number}.pt"), writer]
+        )
         parts = run.predict(KINDS[kind].module(), DATA[data](KINDS[kind], *sizes))
-        counts.append(sum(len(part["sums"] if isinstance(part, dict) else part) for part in parts))
-    return counts
+        found.append((sum(len(part["sums"] if isinstance(part, dict) else part) for part in parts), writer.found))
+    return found
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -235,40 +246,20 @@ def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) 
     pairs = [(name, "mse") for name in STRATEGIES if name != "zero1"] + [("ddp", "plain"), ("zero3", "columns")]
     cases = [(OURS, *pair, *SIZES[2][i % 4]) for i, pair in enumerate(pairs)]
     cases += [(LIGHTNINGS, name, "mse", *sizes) for name in ("zero3", "fsdp") for sizes in PLAIN_SIZES[1:3]]
+    cases += [("an own sampler", "ddp", "mse", *PLAIN_SIZES[1])]
     if world == 4:
         cases = on_meshes({"pp": ["mse"]})
-    counts = run_distributed(_predicted, world, cases, tmp_path)
+    by_rank = run_distributed(_predicted, world, cases, tmp_path)
     for number, (data, _, kind, samples, batch_size) in enumerate(cases):
-        one = trainer(1, "auto").predict(KINDS[kind].module(), DATA[data](KINDS[kind], samples, batch_size))
+        alone = Samples if data == OURS else PlainSamples
+        one = trainer(1, "auto").predict(KINDS[kind].module(), alone(KINDS[kind], samples, batch_size))
         found = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         if kind == "columns":  # Dicts stay a list of batches.
             found, one = torch.cat([part["sums"] for part in found]), [part["sums"] for part in one]
         torch.testing.assert_close(found, torch.cat(one), rtol=2e-5, atol=1e-5)
-        assert sum(ranks[number] for ranks in counts) == samples * world // 2
-
-
-class Indices(BasePredictionWriter):
-    """Keeps the indices of the samples that predictions are of."""
-
-    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
-        self.found = [index for batch in batch_indices[0] for index in batch]
-
-
-def _indices(rank: int, world: int, names: list[str], size: tuple[int, int], data: str) -> list[list[int]]:
-    found = []
-    for name in names:
-        writer = Indices("epoch")
-        run = trainer(world, STRATEGIES[name](), callbacks=[writer])
-        run.predict(KINDS["mse"].module(), DATA[data](KINDS["mse"], *size))
-        found.append(writer.found)
-    return found
-
-
-@pytest.mark.parametrize("data", ["Lightning's sampler", pytest.param("an own sampler", marks=pytest.mark.slow)])
-def test_a_prediction_writer_gets_each_index_of_torchs_loader_once(data: str) -> None:
-    by_rank = run_distributed(_indices, 2, ["ddp", "zero3"], (5, 2), data)
-    for found in zip(*by_rank, strict=True):
-        assert sorted(index for indices in found for index in indices) == list(range(5))
+        assert sum(ranks[number][0] for ranks in by_rank) == samples * world // 2
+        if data != OURS:
+            assert sorted(index for ranks in by_rank for index in ranks[number][1]) == list(range(samples))
 
 
 # --- each sample of a torch DistributedSampler counts once over the ranks, which have equally many batches -----------
@@ -301,16 +292,12 @@ def test_with_drop_last_no_sample_counts_twice(total, ranks, batch_size):
     assert len(set(kept)) == len(kept) == total // ranks * ranks
 
 
-class Stage:
-    """A trainer in one of its stages, or in training."""
-
-    def __init__(self, name: str = "") -> None:
-        for other in ("sanity_checking", "validating", "testing", "predicting"):
-            setattr(self, other, other == name)
+class Stage(SimpleNamespace):
+    """A trainer in one of its stages, or in training; it can be referred to weakly."""
 
 
 def stage(name: str = "") -> Any:
-    return Stage(name)
+    return Stage(**{other: other == name for other in ("sanity_checking", "validating", "testing", "predicting")})
 
 
 def dealt_loader(total: int = 9, **options: Any) -> DataLoader:
@@ -332,17 +319,6 @@ class Numbered(BatchSampler):
     """A batch sampler whose batches are its own affair."""
 
 
-def test_a_batch_sampler_of_ones_own_is_warned_of():
-    sampler = DistributedSampler(range(9), 2, 1, shuffle=False)
-    loader = DataLoader(range(9), batch_sampler=Numbered(sampler, 2, False))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="each of 9 samples once, got Numbered, so that some may be evaluated twice"):
-        assert without_repeats(loader, stage("validating")) is loader
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plain = DataLoader(range(9), batch_sampler=Numbered(SequentialSampler(range(9)), 2, False))  # type: ignore[arg-type]
-        assert without_repeats(plain, stage("validating")) is plain
-
-
 class InChunks(DistributedSampler):
     """A sampler that deals a chunk of consecutive samples to each rank, so that the repeated ones are one rank's."""
 
@@ -351,10 +327,20 @@ class InChunks(DistributedSampler):
         return iter(indices[self.rank * self.num_samples :][: self.num_samples])
 
 
-def test_a_sampler_with_its_own_order_is_warned_of():
-    loader = DataLoader(range(10), sampler=InChunks(range(10), 4, 3, shuffle=False))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="each of 10 samples once, got InChunks, so that some may be evaluated twice"):
-        assert without_repeats(loader, stage("validating")) is loader
+def test_samplers_with_an_order_of_their_own_are_warned_of():
+    sampler = DistributedSampler(range(9), 2, 1, shuffle=False)
+    for name, options in (
+        ("Numbered", {"batch_sampler": Numbered(sampler, 2, False)}),
+        ("InChunks", {"sampler": InChunks(range(9), 4, 3, shuffle=False)}),
+    ):
+        loader = DataLoader(range(9), **options)
+        message = f"each of 9 samples once, got {name}, so that some may be evaluated twice"
+        with pytest.warns(UserWarning, match=message):
+            assert without_repeats(loader, stage("validating")) is loader
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = DataLoader(range(9), batch_sampler=Numbered(SequentialSampler(range(9)), 2, False))  # type: ignore[arg-type]
+        assert without_repeats(plain, stage("validating")) is plain
 
 
 def test_what_lightning_and_an_exact_resume_set_reaches_the_loader(monkeypatch):
