@@ -123,6 +123,11 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
+def assert_refused(message: str, folder: Path, made: tuple[Any, Any], *callbacks: Callback, **options: Any) -> None:
+    """Asserts that a run of one process with some callbacks is refused with a message that has these words."""
+    assert message in refusal(lambda: fit(folder, made, "auto", 1, callbacks, **options))
+
+
 def saved_state(path: Path) -> dict[str, Tensor]:
     """Returns the weights and the optimizer's state of a checkpoint, each as a full tensor."""
     found = load(path)

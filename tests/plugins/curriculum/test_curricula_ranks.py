@@ -13,7 +13,7 @@ from dlo_plugins.curriculum.freeze import Freeze
 from dlo_plugins.curriculum.layer_drop import LayerDrop
 from dlo_plugins.curriculum.sequence_length import SequenceLength
 from dlo_plugins.curriculum.token_drop import TokenDrop
-from support.curricula_runs import apart, fit, images, prepare_texts, refusal, saved_state, seeded, texts
+from support.curricula_runs import apart, fit, images, refusal, saved_state, seeded, texts
 
 #: By kind of model, callbacks by name, with options of the trainer; tests/composition has each under each strategy.
 CELLS: dict[str, dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]]] = {
@@ -34,47 +34,36 @@ CELLS: dict[str, dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]]] = {
 }
 
 
-def _refused(rank: int, world_size: int, folder: Path) -> str:
-    return refusal(lambda: fit(folder, texts(folder), "sp", world_size, [TokenDrop(0.3)], check=False))
-
-
-@pytest.mark.timeout(300)
-def test_what_a_strategy_cannot_do_is_refused(folder):
-    for message in run_distributed(_refused, 2, folder, timeout=200):
-        assert "TokenDrop does not support sequence_parallel: true" in message
-
-
-def _runs(rank: int, world_size: int, folder: Path, strategy: str, kind: str) -> dict[str, list[float]]:
+def _runs(rank: int, world_size: int, folder: Path, strategies: dict[str, str]) -> tuple[dict[str, list[float]], str]:
+    """Returns losses by cell, and what a strategy that cannot drop tokens is refused with."""
     found = {}
-    for name, (callbacks, options) in CELLS[kind].items():
-        home = folder / f"{kind} {name} {strategy}"
-        home.mkdir(exist_ok=True)
-        seeded()
-        made = images() if kind == "images" else texts(folder)
-        found[name], _ = fit(home, made, strategy, world_size, callbacks(), **options)
-    return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("curricula")
-    prepare_texts(home)
-    return home
+    for kind, strategy in strategies.items():
+        for name, (callbacks, options) in CELLS[kind].items():
+            home = folder / f"{kind} {name} {strategy}"
+            home.mkdir(exist_ok=True)
+            seeded()
+            made = images() if kind == "images" else texts(folder)
+            found[name], _ = fit(home, made, strategy, world_size, callbacks(), **options)
+    if world_size == 1:
+        return found, ""
+    return found, refusal(lambda: fit(folder, texts(folder), "sp", world_size, [TokenDrop(0.3)], check=False))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("strategy", "kind"), [("pp", "images"), ("zero3", "texts")])
-def test_two_ranks_are_one_process(folder, strategy, kind):
-    (alone,) = run_distributed(_runs, 1, folder, "auto", kind, backend=None, timeout=300)
-    ranks = run_distributed(_runs, 2, folder, strategy, kind, timeout=600)
-    for name, expected in alone.items():
-        for rank in ranks:
-            assert rank[name] == pytest.approx(expected, rel=2e-5), (name, strategy)
-        assert expected[-1] != expected[0]
-        one, two = (saved_state(folder / f"{kind} {name} {way}" / "last.ckpt") for way in ("auto", strategy))
+def test_two_ranks_are_one_process(folder: Path) -> None:
+    alone, _ = _runs(0, 1, folder, dict.fromkeys(CELLS, "auto"))
+    strategies = {"images": "pp", "texts": "zero3"}
+    ranks = run_distributed(_runs, 2, folder, strategies, timeout=600)
+    for losses, refused in ranks:
+        assert losses == {name: pytest.approx(expected, rel=2e-5) for name, expected in alone.items()}
+        assert "TokenDrop does not support sequence_parallel: true" in refused
+    for kind, name in [("images", "all"), ("texts", "LayerDrop"), ("texts", "SequenceLength")]:
+        assert alone[name][-1] != alone[name][0]
+        ways = ("auto", strategies[kind])
+        one, two = (saved_state(folder / f"{kind} {name} {way}" / "last.ckpt") for way in ways)
         wrong = {
             key: value
             for key, value in apart(one, two).items()
             if value > (1e-3 if key.startswith("optimizer") else 2e-4)
         }
-        assert not wrong, (name, strategy)
+        assert not wrong, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,7 @@ from lightning.pytorch import Callback
 
 from dlo_framework.data import Draw
 from dlo_plugins.curriculum.difficulty_order import DifficultyOrder, competence, paced_order, read_scores, token_rarity
-from support.curricula_runs import check_resume, fit, images, prepare_texts, refusal, seeded, texts
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("difficulty")
-    prepare_texts(home)
-    return home
+from support.curricula_runs import assert_refused, check_resume, fit, images, seeded, texts
 
 
 def test_the_competence_is_the_papers():
@@ -56,15 +48,8 @@ class Seen(Callback):
 def test_a_run_begins_with_frequent_tokens(folder, tmp_path):
     seen = Seen()
     seeded()
-    fit(
-        tmp_path,
-        texts(folder),
-        "auto",
-        1,
-        [DifficultyOrder(metric="rarity", until="100%"), seen],
-        epochs=1,
-        batches=1.0,
-    )
+    rarest_last = DifficultyOrder(metric="rarity", until="100%")
+    fit(tmp_path, texts(folder), "auto", 1, [rarest_last, seen], epochs=1, batches=1.0)
     whole = seen.dataset.fetch([Draw(index, 0, True) for index in range(len(seen.dataset))])
     rarity = dict(zip(map(tuple, whole["input_ids"].tolist()), token_rarity(seen.dataset), strict=True))
     half = len(seen.rows) // 2
@@ -111,21 +96,13 @@ def test_runs_that_do_not_fit_are_refused(folder, tmp_path):
         ("words.txt", "scores must be a .npy file, or text with a number per line"),
         ("table.npy", "scores must be finite numbers, one per sample, got float64 of shape [2, 2]"),
     ):
-        path = str(tmp_path / name)
-        assert message in refusal(
-            lambda path=path: fit(tmp_path, images(), "auto", 1, [DifficultyOrder(path, until="1 epochs")])
-        )
-    assert "metric must be left out for data without tokens" in refusal(
-        lambda: fit(tmp_path, images(), "auto", 1, [DifficultyOrder(metric="rarity")])
-    )
-    assert "packing must be best_fit, got none" in refusal(
-        lambda: fit(tmp_path, texts(folder, data={"packing": "none"}), "auto", 1, [DifficultyOrder(metric="rarity")])
-    )
-    assert "trainer.max_epochs must be set for a point in percent" in refusal(
-        lambda: fit(tmp_path, images(), "auto", 1, [DifficultyOrder(metric="rarity")], epochs=-1, max_steps=3)
-    )
+        assert_refused(message, tmp_path, images(), DifficultyOrder(str(tmp_path / name), until="1 epochs"))
+    rarity = DifficultyOrder(metric="rarity")
+    assert_refused("metric must be left out for data without tokens", tmp_path, images(), rarity)
+    assert_refused("packing must be best_fit, got none", tmp_path, texts(folder, data={"packing": "none"}), rarity)
+    message = "trainer.max_epochs must be set for a point in percent"
+    assert_refused(message, tmp_path, images(), rarity, epochs=-1, max_steps=3)
     task, data = images()
     data.order_at = lambda shuffled, epoch: shuffled
-    assert "only one callback must order the samples, got two" in refusal(
-        lambda: fit(tmp_path, (task, data), "auto", 1, [DifficultyOrder(str(tmp_path / "few.npy"), until="1 epochs")])
-    )
+    few = DifficultyOrder(str(tmp_path / "few.npy"), until="1 epochs")
+    assert_refused("only one callback must order the samples, got two", tmp_path, (task, data), few)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,7 @@ from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
 from dlo_plugins.curriculum.token_drop import TokenDrop, draw_tokens, kept_tokens, select_arguments
-from support.curricula_runs import check_resume, fit, images, prepare_texts, refusal, seeded, texts
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("drop")
-    prepare_texts(home)
-    return home
+from support.curricula_runs import assert_refused, check_resume, fit, images, seeded, texts
 
 
 def test_the_number_of_tokens_grows_to_all():
@@ -122,11 +114,8 @@ def test_a_run_resumes_exactly(folder, tmp_path):
 
 
 def test_models_that_do_not_fit_are_refused(tmp_path):
-    two = {"depth": 2}
-    text = refusal(lambda: fit(tmp_path, images(model_args=two), "auto", 1, [TokenDrop()]))
-    assert "the model must have at least 3 blocks" in text
+    shallow = images(model_args={"depth": 2})
+    assert_refused("the model must have at least 3 blocks", tmp_path, shallow, TokenDrop())
     task, data = images()
     task = type(task)("resnet18", num_classes=10, log_images=0, schedule="constant")
-    assert "a block's hidden state must be [B, N, D]" in refusal(
-        lambda: fit(tmp_path, (task, data), "auto", 1, [TokenDrop()])
-    )
+    assert_refused("a block's hidden state must be [B, N, D]", tmp_path, (task, data), TokenDrop())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
@@ -27,70 +28,81 @@ from support.trainers import quiet_trainer
 STEPS = 24
 
 
-class Regression(LightningModule):
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
+class TwoGroups(LightningModule):
+    """Two parameter groups; remembers their rates and the momentum in each optimizer step."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer] = torch.optim.SGD, scheduler: bool = False) -> None:
         super().__init__()
-        self.layer, self.kind = torch.nn.Linear(2, 1), optimizer
-        self.rates: list[float] = []
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        self.kind, self.scheduler = kind, scheduler
+        self.seen: list[tuple[float, float]] = []
         self.momenta: list[float] = []
 
+    @property
+    def rates(self) -> list[float]:
+        return [first for first, _ in self.seen]
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0]).square().mean()
+        return self.second(self.first(batch[0])).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        group = optimizer.param_groups[0]
-        self.rates.append(group["lr"])
-        self.momenta.append(group["betas"][0] if "betas" in group else group["momentum"])
+        first, second = optimizer.param_groups
+        self.seen.append((first["lr"], second["lr"]))
+        self.momenta.append(first["betas"][0] if "betas" in first else first["momentum"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        more = {"momentum": 0.9} if self.kind is torch.optim.SGD else {}
-        return self.kind(self.parameters(), lr=0.1, **more)
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": part.parameters(), "lr": lr} for part, lr in ((self.first, 0.1), (self.second, 0.01))]
+        optimizer = self.kind(groups, **({"momentum": 0.9} if self.kind is torch.optim.SGD else {}))
+        return ([optimizer], [schedulers.StepLR(optimizer, 1)]) if self.scheduler else optimizer
 
 
-def train(*callbacks: Callback, module: Regression | None = None, ckpt: Any = None, **options: Any) -> Any:
-    module = module or Regression()
-    data = torch.utils.data.TensorDataset(torch.ones(STEPS // 2, 2))
+def train(
+    *callbacks: Callback, module: TwoGroups | None = None, data: Any = None, ckpt: Any = None, **options: Any
+) -> tuple[TwoGroups, Trainer]:
+    module = module or TwoGroups()
+    data = DataLoader(TensorDataset(torch.ones(STEPS // 2, 3))) if data is None else data
     trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 2, **options})
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1), ckpt_path=ckpt)
+    trainer.fit(module, data, ckpt_path=ckpt)
     return module, trainer
 
 
-def torch_rates(make: Any) -> list[float]:
+def assert_torchs(ours: Callback, scheduler: Any, **options: Any) -> None:
+    """Asserts that rates, and momenta where they cycle, are those of a scheduler of torch's."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
-    schedule, rates = make(optimizer), []
-    for _ in range(STEPS):
+    schedule, rates, momenta = scheduler(optimizer, **options), [], []
+    for step in range(STEPS):
         rates.append(optimizer.param_groups[0]["lr"])
+        momenta.append(optimizer.param_groups[0]["momentum"])
         optimizer.step()
-        schedule.step()
-    return rates
+        if step < STEPS - 1:
+            schedule.step()
+    module, _ = train(ours)
+    assert module.rates == pytest.approx(rates, abs=1e-9)
+    assert module.momenta == pytest.approx(momenta, abs=1e-9)
 
 
 @pytest.mark.parametrize(("cycles", "ratio", "first"), [(4, 1.0, 6), (3, 1.0, 8), (2, 2.0, 8)])
-def test_warm_restarts_are_torchs(cycles, ratio, first):
-    module, _ = train(WarmRestarts(cycles=cycles, ratio=ratio, final=0.01))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
-    expected = torch_rates(lambda optimizer: schedule(optimizer, first, int(ratio), eta_min=0.001))
-    assert module.rates == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("mode", ["triangular", "triangular2"])
-def test_cycles_are_torchs(mode):
-    module, _ = train(Cyclic(cycles=3, low=0.2, mode=mode, momentum=(0.95, 0.85)))
-    make = lambda optimizer: torch.optim.lr_scheduler.CyclicLR(
-        optimizer, 0.02, 0.1, step_size_up=4, mode=mode, base_momentum=0.85, max_momentum=0.95
+def test_warm_restarts_are_torchs(cycles: int, ratio: float, first: int) -> None:
+    theirs = {"T_0": first, "T_mult": int(ratio), "eta_min": 0.001}
+    assert_torchs(
+        WarmRestarts(cycles=cycles, ratio=ratio, final=0.01), schedulers.CosineAnnealingWarmRestarts, **theirs
     )
-    assert module.rates == pytest.approx(torch_rates(make), abs=1e-9)
-    assert module.momenta[0] == pytest.approx(0.95)
-    assert module.momenta[4] == pytest.approx(0.85)
 
 
-def test_exponential_cycles_are_torchs():
-    module, _ = train(Cyclic(cycles=3, low=0.2, mode="exp_range", gamma=0.99))
-    gamma = 0.99 ** (100 / STEPS)  # per step
-    make = lambda optimizer: torch.optim.lr_scheduler.CyclicLR(
-        optimizer, 0.02, 0.1, step_size_up=4, mode="exp_range", gamma=gamma, cycle_momentum=False
-    )
-    assert module.rates == pytest.approx(torch_rates(make), abs=1e-9)
+@pytest.mark.parametrize("mode", ["triangular", "triangular2", "exp_range"])
+def test_cycles_are_torchs(mode: Any) -> None:
+    theirs = {"base_lr": 0.02, "max_lr": 0.1, "step_size_up": 4, "base_momentum": 0.85, "max_momentum": 0.95}
+    theirs |= {"mode": mode, "gamma": 0.99 ** (100 / STEPS)}  # per step
+    ours = Cyclic(cycles=3, low=0.2, mode=mode, gamma=0.99, momentum=(0.95, 0.85))
+    assert_torchs(ours, schedulers.CyclicLR, **theirs)
+
+
+@pytest.mark.parametrize("three_phase", [False, True])
+@pytest.mark.parametrize("anneal", ["cos", "linear"])
+def test_the_torch_preset_is_torchs_schedule(anneal: Any, three_phase: bool) -> None:
+    theirs = {"max_lr": 0.1, "total_steps": STEPS, "anneal_strategy": anneal, "three_phase": three_phase}
+    ours = OneCycle(0.1, preset="torch", anneal=anneal, three_phase=three_phase)
+    assert_torchs(ours, schedulers.OneCycleLR, **theirs)
 
 
 @pytest.mark.parametrize(("shape", "half"), [("linear", 0.55), ("cosine", 0.55), ("exponential", math.sqrt(0.1))])
@@ -128,71 +140,8 @@ def test_accumulation_and_a_resume_do_not_shift_it(tmp_path: Path, make):
 
 
 def test_adams_first_beta_is_the_momentum():
-    module, _ = train(Cyclic(momentum=(0.95, 0.85)), module=Regression(torch.optim.Adam))
+    module, _ = train(Cyclic(momentum=(0.95, 0.85)), module=TwoGroups(torch.optim.Adam))
     assert (min(module.momenta), max(module.momenta)) == pytest.approx((0.85, 0.95))
-
-
-def test_two_schedules_are_refused():
-    with pytest.raises(DloError, match="WSD: one callback must set the learning rate, got OneCycle too"):
-        train(WSD(), OneCycle(0.1))
-
-
-class TwoGroups(LightningModule):
-    """Two parameter groups, SGD with momentum; remembers lr and momentum of each optimizer step."""
-
-    def __init__(self, scheduler: bool = False, lrs: tuple[float, float] = (0.1, 0.01)) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
-        self.scheduler, self.lrs = scheduler, lrs
-        self.seen: list[tuple[float, float, float]] = []
-
-    def training_step(self, batch, batch_idx):
-        return self.second(self.first(batch[0])).square().mean()
-
-    def on_before_optimizer_step(self, optimizer):
-        first, second = optimizer.param_groups
-        self.seen.append((first["lr"], second["lr"], first["momentum"]))
-
-    def configure_optimizers(self):
-        groups = [
-            {"params": self.first.parameters(), "lr": self.lrs[0]},
-            {"params": self.second.parameters(), "lr": self.lrs[1]},
-        ]
-        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
-        if self.scheduler:
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-        return optimizer
-
-
-def train_groups(callback, module=None, folder=None, batches=12, **options):
-    module = module or TwoGroups()
-    data = DataLoader(TensorDataset(torch.randn(batches * 2, 3)), batch_size=2)
-    trainer = quiet_trainer(callbacks=[callback], **{"max_epochs": 2, **options})
-    trainer.fit(module, data)
-    return module, trainer
-
-
-def torchs(steps: int, **options):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps, **options)
-    values = []
-    for step in range(steps):
-        values.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
-        optimizer.step()
-        if step < steps - 1:
-            schedule.step()
-    return values
-
-
-@pytest.mark.parametrize("three_phase", [False, True])
-@pytest.mark.parametrize("anneal", ["cos", "linear"])
-def test_the_torch_preset_is_torchs_schedule(anneal, three_phase):
-    module, _ = train_groups(OneCycle(0.1, preset="torch", anneal=anneal, three_phase=three_phase))
-    expected = torchs(24, anneal_strategy=anneal, three_phase=three_phase)
-    assert len(module.seen) == 24
-    for (lr, _, momentum), (expected_lr, expected_momentum) in zip(module.seen, expected, strict=True):
-        assert lr == pytest.approx(expected_lr, abs=1e-12, rel=0)
-        assert momentum == pytest.approx(expected_momentum, abs=1e-12, rel=0)
 
 
 def fastais(fraction: float, maximum: float) -> tuple[float, float]:
@@ -209,25 +158,17 @@ def fastais(fraction: float, maximum: float) -> tuple[float, float]:
 
 
 def test_the_fastai_preset_is_fastais_schedule():
-    module, _ = train_groups(OneCycle(0.1))
-    for step, (lr, _, momentum) in enumerate(module.seen):
-        expected_lr, expected_momentum = fastais(step / 24, 0.1)
-        assert lr == pytest.approx(expected_lr, abs=1e-12, rel=0)
-        assert momentum == pytest.approx(expected_momentum, abs=1e-12, rel=0)
+    module, _ = train(OneCycle(0.1))
+    rates, momenta = zip(*(fastais(step / STEPS, 0.1) for step in range(STEPS)), strict=True)
+    assert module.rates == pytest.approx(rates, abs=1e-12, rel=0)
+    assert module.momenta == pytest.approx(momenta, abs=1e-12, rel=0)
 
 
 def test_a_single_maximum_keeps_the_groups_ratio_and_a_list_sets_each():
-    module, _ = train_groups(OneCycle(1.0))
-    highest = max(module.seen)
-    assert highest[0] == pytest.approx(1.0)
-    assert highest[1] == pytest.approx(0.1)
+    module, _ = train(OneCycle(1.0))
+    assert max(module.seen) == pytest.approx((1.0, 0.1))
     assert group_peaks([0.1, 0.01], [3.0, 4.0]) == [3.0, 4.0]
     assert group_peaks([0.1, 0.01], None) == [0.1, 0.01]
-
-
-def test_it_refuses_another_scheduler_by_name():
-    with pytest.raises(DloError, match=r"TwoGroups must configure no scheduler, .* got StepLR; remove one of them"):
-        train_groups(OneCycle(0.1), TwoGroups(scheduler=True))
 
 
 class Cosine(TwoGroups):
@@ -236,7 +177,7 @@ class Cosine(TwoGroups):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        schedule = schedulers.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -266,14 +207,17 @@ def test_schedulers_are_found_before_ranks_start(module, found):
             OneCycle(0.1).check_run(trainer, module)
 
 
-def test_it_refuses_a_training_without_an_end():
-    with pytest.raises(DloError, match="must be set for a schedule, got neither"):
-        train_groups(OneCycle(0.1), max_epochs=-1)
-
-
-def test_a_list_of_the_wrong_length_is_refused():
-    with pytest.raises(DloError, match="each of the 2 parameter groups, got 3"):
-        train_groups(OneCycle([0.1, 0.2, 0.3]))
+@pytest.mark.parametrize(
+    ("callbacks", "module", "message"),
+    [
+        ([WSD(), OneCycle(0.1)], TwoGroups(), "WSD: one callback must set the learning rate, got OneCycle too"),
+        ([OneCycle(0.1)], TwoGroups(scheduler=True), "must configure no scheduler, .* got StepLR"),
+        ([OneCycle([0.1, 0.2, 0.3])], TwoGroups(), "each of the 2 parameter groups, got 3"),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused(callbacks: Any, module: TwoGroups, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        train(*callbacks, module=module)
 
 
 class Stream(IterableDataset):
@@ -285,14 +229,11 @@ class Stream(IterableDataset):
 
 def test_a_loader_without_a_length_needs_the_end_in_steps():
     def rates(**options):
-        module = TwoGroups()
-        trainer = quiet_trainer(callbacks=[OneCycle(max_lr=0.1)], **options)
-        trainer.fit(module, DataLoader(Stream(), batch_size=2))
-        return [seen[0] for seen in module.seen]
+        return train(OneCycle(max_lr=0.1), data=DataLoader(Stream(), batch_size=2), **options)[0].rates
 
     with pytest.raises(DloError, match=r"no length; set trainer\.max_steps, or trainer\.limit_train_batches"):
-        rates(max_epochs=2)
-    cycle = rates(max_epochs=2, max_steps=8)
+        rates()
+    cycle = rates(max_steps=8)
     assert len(set(cycle)) > 6
-    assert rates(max_epochs=2, limit_train_batches=4) == pytest.approx(cycle)
+    assert rates(limit_train_batches=4) == pytest.approx(cycle)
     assert rates(max_epochs=0) == []

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.stop import GracefulStop, RunStopped
+from dlo_plugins.schedules import lr_finder
 from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_plugins.schedules.lr_finder import (
     SUGGESTIONS,
@@ -32,6 +34,13 @@ from support.named_sets import isolate_named_sets
 from support.noisy_data import Noisy
 from support.runs import Losses
 from support.trainers import quiet_trainer
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(request, monkeypatch):
+    """Draws no curve but in the test of the report: that takes as long as a run."""
+    if request.node.name != "test_the_report":
+        monkeypatch.setattr(lr_finder, "draw_sweep", lambda *_: Figure())
 
 
 class Data(ResumableDataModule):
