@@ -23,9 +23,10 @@ def vit(
     embed_dim: int = 32,
     model: str = "vit_tiny_patch16_224",
     kind: type[ImageClassifier] = ImageClassifier,
+    patch_size: int = 4,
     **options: Any,
 ) -> ImageClassifier:
-    args = {**VIT, "depth": depth, "embed_dim": embed_dim}
+    args = {**VIT, "depth": depth, "embed_dim": embed_dim, "patch_size": patch_size}
     return kind(model, model_args=args, **{"num_classes": 10, "image_size": 16, **OPTIMIZER, **options})
 
 

@@ -77,7 +77,7 @@ def fit(*callbacks, data=None, loader=None, module=None, **options):
     torch.manual_seed(1)
     module = module or Net()
     trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 4, **options})
-    trainer.fit(module, loader, datamodule=None if loader else data or Data())
+    trainer.fit(module, data or Data() if loader is None else loader)
     return module
 
 
@@ -193,15 +193,17 @@ SHRINKING = {0: 32, 2: 16, 4: 8}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "limit", "stops"),
+    ("schedule", "limit", "stops", "crash", "at"),
     [
         # Stops in mid-window, at boundaries of the schedule, and at edges of epochs: of 6, then 4 batches;
-        (GROWING, 16, [1, 11]),
+        (GROWING, 16, [1, 11], 8, 6),
         # of 2, 2, 4, 4, 8, 8 batches.
-        pytest.param(SHRINKING, None, [5, 12], marks=pytest.mark.slow),
+        (SHRINKING, None, [5], 6, 4),
     ],
 )
-def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):
+def test_stopped_or_crashed_anywhere_and_resumed(tmp_path, schedule, limit, stops, crash, at):
+    """A crash is in the second batch of the epoch after ``at`` batches, whose length differs from that before."""
+
     def callback():
         return DynamicBatchSize(schedule, max_micro_batch=limit, lr_rule="sqrt")
 
@@ -214,25 +216,19 @@ def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):
         assert stop <= len(before) < len(whole), stop
         after = run(folder, callback(), resume=True, workers=2 if stop == stops[0] else 0)
         assert before + after == whole, stop
+    run(tmp_path / "cut", callback(), stop=crash, crash=True)
+    assert run(tmp_path / "cut", callback(), resume=True) == whole[at + 1 :]
 
 
-@pytest.mark.parametrize(("schedule", "limit", "crash", "at"), [(GROWING, 16, 8, 6), (SHRINKING, None, 6, 4)])
-def test_crashed_and_resumed_before_the_batch_that_raised(tmp_path, schedule, limit, crash, at):
-    """In the second batch of the epoch after ``at`` batches, whose length is not that of the epoch before."""
-    whole = run(tmp_path / "whole", DynamicBatchSize(schedule, max_micro_batch=limit))
-    run(tmp_path / "cut", DynamicBatchSize(schedule, max_micro_batch=limit), stop=crash, crash=True)
-    after = run(tmp_path / "cut", DynamicBatchSize(schedule, max_micro_batch=limit), resume=True)
-    assert after == whole[at + 1 :]
+def by_noise():
+    noise = NoiseScale(max_batch_size=64, every=1, smoothing=0.5, multiple=3)
+    return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
 
 
 def test_a_run_that_follows_the_noise_resumes_exactly(tmp_path):
-    def callback():
-        noise = NoiseScale(max_batch_size=64, every=3, smoothing=0.5, multiple=3)
-        return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
-
-    whole = run(tmp_path / "whole", callback())
-    before = run(tmp_path / "stopped", callback(), stop=20)
-    assert before + run(tmp_path / "stopped", callback(), resume=True) == whole
+    whole = run(tmp_path / "whole", by_noise())
+    before = run(tmp_path / "stopped", by_noise(), stop=20)
+    assert before + run(tmp_path / "stopped", by_noise(), resume=True) == whole
 
 
 # --- after an exception ------------------------------------------------------------------------------------
@@ -253,11 +249,6 @@ class Crashes(Net):
 
 def growing():
     return DynamicBatchSize({"24 samples": 16, 2: 32}, max_micro_batch=16, lr_rule="sqrt")
-
-
-def by_noise():
-    noise = NoiseScale(max_batch_size=64, every=1, smoothing=0.5, multiple=3)
-    return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
 
 
 @pytest.mark.parametrize(("make", "crash"), [(growing, 4), (by_noise, 7)])
@@ -298,21 +289,20 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("callback", "options", "message"),
     [
-        ({"accumulate_grad_batches": 2}, r"trainer\.accumulate_grad_batches must not be set, .* got 2"),
-        ({"limit_train_batches": 3}, "limit_train_batches must not be set"),
-        ({"max_epochs": -1, "max_steps": 4}, r"trainer\.max_epochs must be set for a point in percent"),
+        ({"50%": 16}, {"accumulate_grad_batches": 2}, r"trainer\.accumulate_grad_batches must not be set, .* got 2"),
+        ({"50%": 16}, {"limit_train_batches": 3}, "limit_train_batches must not be set"),
+        ({"50%": 16}, {"max_epochs": -1, "max_steps": 4}, r"trainer\.max_epochs must be set for a point in percent"),
+        ({0: 25}, {"loader": DataLoader(samples(), batch_size=10)}, "got 25; set 30"),
+        (NoiseScale(max_batch_size=4), {}, "at least the batch size of 8"),
+        (NoiseScale(max_batch_size=64, every=0), {}, "every must be at least 1"),
     ],
 )
-def test_what_the_trainer_sets_elsewhere_is_refused(options, message):
+def test_what_does_not_fit_the_run_is_refused(callback, options, message):
+    name = "noise_scale" if isinstance(callback, NoiseScale) else "schedule"
     with pytest.raises(DloError, match=message):
-        fit(DynamicBatchSize({"50%": 16}), **options)
-
-
-def test_a_plain_loader_cannot_make_any_size():
-    with pytest.raises(DloError, match="got 25; set 30"):
-        fit(DynamicBatchSize({0: 25}), loader=DataLoader(samples(), batch_size=10))
+        fit(DynamicBatchSize(**{name: callback}), **options)
 
 
 @pytest.mark.parametrize(
@@ -359,10 +349,3 @@ def test_the_noise_scale_of_random_gradients_is_that_of_their_distribution():
         estimate.add(*noise_and_signal(float(small), float(large), (8, 64)), 0.9)
     assert estimate.scale == pytest.approx(float(variance.sum() / mean.square().sum()), rel=0.1)
     assert estimate.weight == pytest.approx(1, abs=0.01)
-
-
-def test_noise_scale_arguments_out_of_range_are_refused():
-    with pytest.raises(DloError, match="at least the batch size of 64"):
-        NoiseScale(max_batch_size=32).check(64)
-    with pytest.raises(DloError, match="every must be at least 1"):
-        NoiseScale(max_batch_size=64, every=0).check(64)

@@ -86,14 +86,8 @@ class Data(ResumableDataModule):
 def fit(folder, *callbacks, make=Net, data=None, **options):
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
     module, losses = make(), Losses()
-    trainer = quiet_trainer(
-        default_root_dir=folder,
-        callbacks=[*callbacks, losses],
-        **{"max_epochs": 1, **options},
-    )
-    trainer.fit(
-        module, **({"train_dataloaders": data} if isinstance(data, DataLoader) else {"datamodule": data or Data()})
-    )
+    options = {"max_epochs": 1, "default_root_dir": folder, **options}
+    quiet_trainer(callbacks=[*callbacks, losses], **options).fit(module, Data() if data is None else data)
     return losses.found, module
 
 
@@ -325,9 +319,6 @@ def test_errors_that_mean_that_memory_has_run_out():
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
     assert not is_out_of_memory(ValueError("out of memory"))
-
-
-def test_an_error_that_memory_has_caused_counts():
     error = RuntimeError("the compiler failed")
     error.__cause__ = ValueError("shapes")
     assert not is_out_of_memory(error)

@@ -23,7 +23,7 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
-from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
+from support.distill_runs import OPTIMIZER, DistilledLM, digits, lm, seeded, sharp, tokens, vit
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
 
@@ -55,8 +55,8 @@ class Seen(ImageClassifier):
         return found
 
 
-def seen(**options: Any) -> Seen:
-    found = seeded(vit(kind=Seen, **options))
+def seen(kind: type[Seen] = Seen, **options: Any) -> Seen:
+    found = seeded(vit(kind=kind, **options))
     found.seen, found.losses = [], []
     return found
 
@@ -101,8 +101,7 @@ def test_the_students_methods_are_its_own_after_a_fit_and_after_an_error() -> No
         def on_train_batch_end(self, *_: Any) -> None:
             raise RuntimeError("stop")
 
-    failing = seeded(vit(kind=Fails))
-    failing.seen, failing.losses = [], []
+    failing = seen(Fails)
     with pytest.raises(RuntimeError, match="stop"):
         fit(failing, Distill(FrozenModel(task=vit())))
     assert not {"loss", "inputs", "abilities"} & failing.__dict__.keys()
@@ -138,8 +137,7 @@ def test_accumulated_batches_have_the_means_of_one() -> None:
 
 @pytest.mark.parametrize("loss", ["hard", "kl"])
 def test_deits_token_learns_from_the_teacher_and_the_class_token_from_targets(loss: Any) -> None:
-    task = seeded(vit(model="deit_tiny_distilled_patch16_224", kind=Seen))
-    task.seen, task.losses = [], []
+    task = seen(model="deit_tiny_distilled_patch16_224")
     start = {name: value.clone() for name, value in task.state_dict().items()}
     teacher = sharp(vit(3))
     fit(task, Distill(FrozenModel(task=teacher), loss, token=True, weight=0.5, ce_weight=0.5), max_steps=1)
@@ -252,37 +250,22 @@ def refuse(message: str, student: Any, distill: Distill, data: Any = None, **opt
 
 def test_what_does_not_fit_is_refused_before_processes_start() -> None:
     teacher = FrozenModel(task=vit(4, 64))
-    refuse(
-        "Distill: teacher: num_classes must be the data's 10, got 7",
-        vit(),
-        Distill(FrozenModel(task=vit(num_classes=7))),
-    )
-    refuse(
-        "teacher must have the student's 96 classes .*got 80",
-        lm(),
-        Distill(FrozenModel(task=lm(vocab_size=80))),
-        tokens(),
-    )
+    fewer = FrozenModel(task=vit(num_classes=7))
+    refuse("Distill: teacher: num_classes must be the data's 10, got 7", vit(), Distill(fewer))
+    fewer = FrozenModel(task=lm(vocab_size=80))
+    refuse("teacher must have the student's 96 classes .*got 80", lm(), Distill(fewer), tokens())
     larger = FrozenModel(task=lm(vocab_size=128))
     refuse("got 128; .* set first_classes: true if its vocabulary", lm(), Distill(larger), tokens())
     fits = Distill(larger, first_classes=True)
     fits.check_run(trainer(fits), lm(), tokens())
-    smaller = Distill(FrozenModel(task=lm(vocab_size=80)), first_classes=True)
+    smaller = Distill(fewer, first_classes=True)
     refuse("got 80; use a teacher for the same classes and tokenizer, or", lm(), smaller, tokens())
-    unknown = HiddenStates({"blocks.0": "block.1"})
-    refuse(
-        "hidden.layers must name layers of VisionTransformer, got 'block.1'.*blocks.1",
-        vit(),
-        Distill(teacher, hidden=unknown),
-    )
+    unknown = Distill(teacher, hidden=HiddenStates({"blocks.0": "block.1"}))
+    refuse("hidden.layers must name layers of VisionTransformer, got 'block.1'.*blocks.1", vit(), unknown)
     flat = AttentionTransfer({"head": "head"})
     refuse("attention.layers must have positions", vit(), Distill(teacher, attention=flat))
-    arguments = {**VIT, "patch_size": 8}
-    finer = FrozenModel(
-        task=ImageClassifier("vit_tiny_patch16_224", model_args=arguments, num_classes=10, image_size=16)
-    )
-    other = AttentionTransfer()
-    refuse("must pair layers with the same positions", vit(), Distill(finer, attention=other))
+    coarser = Distill(FrozenModel(task=vit(patch_size=8)), attention=AttentionTransfer())
+    refuse("must pair layers with the same positions", vit(), coarser)
     refuse("token must be false for a model without", vit(), Distill(teacher, token=True))
     refuse("every 2 must give the student's 3 blocks, got 2", vit(3), Distill(teacher, init_from="every 2"))
     refuse("must have a teacher with the student's shapes", vit(2), Distill(teacher, init_from="every 2"))
@@ -316,18 +299,18 @@ def test_what_does_not_fit_is_refused_before_processes_start() -> None:
         ({"weight": 0.0}, "weight must be above 0 without hidden and attention"),
         ({"weight": 0.0, "token": True, "attention": AttentionTransfer()}, "weight must be above 0 with token"),
         ({"init_from": "each 2"}, "init_from must be 'every' and a number"),
+        ({"hidden": {"weight": 0.0}}, "hidden.weight must be above 0, got 0"),
+        ({"hidden": {"loss": "l1"}}, "hidden.loss must be one of mse, cosine, got l1"),
+        ({"on_policy": {"fraction": 0.0}}, "on_policy.fraction must be"),
+        ({"on_policy": {"max_new_tokens": 0}}, "on_policy.max_new_tokens must be"),
+        ({"on_policy": {"temperature": 0.0}}, "on_policy.temperature must be"),
+        ({"on_policy": {"multiple": 0}}, "on_policy.multiple must be"),
     ],
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    kinds = {"hidden": HiddenStates, "on_policy": OnPolicy}
     with pytest.raises(DloError, match=message):
-        Distill(FrozenModel(task=vit()), **options)
-
-
-def test_layer_options_out_of_range_are_refused() -> None:
-    with pytest.raises(DloError, match=r"hidden.weight must be above 0, got 0"):
-        HiddenStates(weight=0.0)
-    with pytest.raises(DloError, match=r"hidden.loss must be one of mse, cosine, got l1"):
-        HiddenStates(loss="l1")  # type: ignore[arg-type]
+        Distill(FrozenModel(task=vit()), **{k: kinds[k](**v) if k in kinds else v for k, v in options.items()})
 
 
 # --- on-policy ---------------------------------------------------------------------------------------------
@@ -382,16 +365,10 @@ def test_micro_batches_weigh_as_much_as_their_tokens() -> None:
 
 
 def test_on_policy_needs_a_model_that_generates_and_lengths_that_the_ranks_can_share() -> None:
-    refuse(
-        "on_policy does not support ImageClassifier: it does not generate",
-        vit(),
-        Distill(FrozenModel(task=vit()), on_policy=OnPolicy()),
-    )
+    pictures = Distill(FrozenModel(task=vit()), on_policy=OnPolicy())
+    refuse("on_policy does not support ImageClassifier: it does not generate", vit(), pictures)
     distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy(multiple=5))
     for axes, shards, fix in (({"cp": 2}, 4, 8), ({"tp": 2, "sequence_parallel": True}, 2, 6)):
         mesh = MeshStrategy(**axes)
         message = f"on_policy.multiple must be a multiple of {shards} .* got 5; set multiple: {fix}"
         refuse(message, lm(), distill, tokens(), strategy=mesh, devices=mesh.spec.tp * mesh.spec.cp)
-    for options in ({"fraction": 0.0}, {"max_new_tokens": 0}, {"temperature": 0.0}, {"multiple": 0}):
-        with pytest.raises(DloError, match=f"on_policy.{next(iter(options))} must be"):
-            OnPolicy(**options)

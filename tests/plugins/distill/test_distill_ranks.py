@@ -10,23 +10,13 @@ from lightning.pytorch import Trainer
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import Case, assert_parity
-from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.distill.callback import AttentionTransfer, Distill, HiddenStates, OnPolicy
 from dlo_plugins.images.batch_mix import BatchMix
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.distill_runs import DistilledLM, DistilledViT, digits, lm, seeded, sharp, tokens, vit
+from support.strategies import named_cases
 
-DATA: dict[str, Any] = {
-    "ddp": "ddp",
-    "fsdp": FSDPStrategy,
-    **{f"zero{stage}": partial(ZeroStrategy, stage) for stage in (1, 2, 3)},
-}
-TP = partial(MeshStrategy, tp=2)
-PP = partial(MeshStrategy, pp=2, micro_batches=2)
-CP = partial(MeshStrategy, cp=2)
-SEQUENCES = partial(MeshStrategy, tp=2, sequence_parallel=True)
+DATA = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 def text(
@@ -56,24 +46,16 @@ def text(
     return found, tokens(micro_batches, length)
 
 
-def images(
-    token: bool = False, layers: bool = False, mixed: bool = False, init_from: str | None = None, **options: Any
-) -> Any:
+def images(token: bool = False, layers: bool = False, mixed: bool = False, **options: Any) -> Any:
     name = "deit_tiny_distilled_patch16_224" if token else "vit_tiny_patch16_224"
     found: Any = seeded(vit(2, model=name, kind=DistilledViT))
-    width = 32 if init_from else 64
-    teacher = FrozenModel(task=sharp(vit(4, width)))
     if layers:
         options |= {"hidden": HiddenStates({"blocks.0": "blocks.1"}), "attention": AttentionTransfer()}
-    found.distill = Distill(teacher, token=token, init_from=init_from, **options)
+    found.distill = Distill(FrozenModel(task=sharp(vit(4, 64))), token=token, **options)
     if mixed:
         distill = found.distill
         found.configure_callbacks = lambda: [distill, BatchMix(mode="pair", group_size=2)]
     return found, digits()
-
-
-def case(strategy: Any, name: str, trainer: dict[str, Any] | None = None, **arguments: Any) -> Case:
-    return Case(strategy, arguments, trainer or {}, name)
 
 
 def saved_teacher(folder: Path) -> str:
@@ -87,78 +69,43 @@ def saved_teacher(folder: Path) -> str:
     return str(path)
 
 
-#: Strategies by name of the students' own samples; the first two each time.
-SAMPLED = {"fsdp": FSDPStrategy, "pp": PP, "tp": TP} | DATA
-SAMPLED |= {"hsdp": partial(FSDPStrategy, replicate=2, shard=1), "deepspeed_2": partial(DeepSpeedBridge, stage=2)}
-
-
 def test_distilled_language_models_equal_one_process() -> None:
     """The other strategies are columns of tests/composition."""
-    found = [case(DATA["zero3"], "zero3"), case(TP, "tp"), case(PP, "pp")]
     # Rows end early at different lengths, so that ranks finish at different steps of the generation.
-    found += [case(SAMPLED[name], name, samples=True, loss="jsd") for name in [*SAMPLED][:2]]
-    assert_parity(text, found, steps=2)
+    sampled = named_cases(("fsdp", "pp"), samples=True, loss="jsd")
+    assert_parity(text, [*named_cases(("zero3", "tp", "pp")), *sampled], steps=2)
 
 
 @pytest.mark.slow
 def test_distilled_images_equal_one_process() -> None:
     """The other strategies are columns of tests/composition."""
-    found = [case(DATA["zero3"], "zero3", mixed=True), case(PP, "pp, token", token=True, loss="hard")]
-    assert_parity(images, found, steps=2, rtol=1e-5)
+    found = named_cases(["zero3"], mixed=True) + named_cases(["pp"], token=True, loss="hard")
+    assert_parity(images, found + named_cases((*DATA, "tp"), layers=True), steps=4, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_the_students_own_samples_equal_one_process() -> None:
-    assert_parity(text, [case(made, name, samples=True, loss="jsd") for name, made in SAMPLED.items()], steps=2)
+    found = named_cases((*DATA, "tp", "deepspeed_2"), samples=True, loss="jsd")
+    hsdp = Case(partial(FSDPStrategy, replicate=2, shard=1), {"samples": True, "loss": "jsd"}, name="hsdp")
+    assert_parity(text, [*found, hsdp], steps=2)
 
 
 @pytest.mark.slow
-def test_the_students_own_samples_equal_one_process_where_ranks_share_sequences() -> None:
-    shared = {"cp": CP, "tp, sequence parallel": SEQUENCES}
-    shared |= {f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (0, 1)}
-    found = [case(strategy, name, samples=True, loss="jsd") for name, strategy in shared.items()]
+def test_ranks_that_share_sequences_equal_one_process() -> None:
+    """Of samples and of layers, of which each rank has its tokens; under `cp` rows of 22 tokens are padded to 24."""
+    found = named_cases(("cp", "sp", "deepspeed_1"), samples=True, loss="jsd")
+    found += [
+        case for loss in ("mse", "cosine") for case in named_cases(("cp", "sp"), hidden=loss, maps=True, length=22)
+    ]
     assert_parity(text, found, steps=4, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_layers_initial_weights_and_accumulation_equal_one_process(tmp_path: Path) -> None:
     """Hidden states, attention maps, weights from every second block, uneven tokens of micro-batches."""
-    inside = {**DATA, "tp": TP}
-    found = [case(strategy, f"{name}, hidden", hidden="mse") for name, strategy in inside.items()]
-    found += [
-        case(strategy, f"{name}, every 2", init_from="every 2", checkpoint=saved_teacher(tmp_path))
-        for name, strategy in {**DATA, "tp": TP, "pp": PP}.items()
-    ]
+    found = named_cases((*DATA, "tp"), hidden="mse")
+    found += named_cases((*DATA, "tp", "pp"), init_from="every 2", checkpoint=saved_teacher(tmp_path))
     twice = {"accumulate_grad_batches": 2}
-    found += [
-        case(strategy, f"{name}, accumulation", twice, micro_batches=2, loss="jsd", hidden="cosine")
-        for name, strategy in {"ddp": "ddp", "zero2": DATA["zero2"], "fsdp": FSDPStrategy}.items()
-    ]
-    found += [case(PP, "pp, accumulation", twice, micro_batches=2), case(TP, "tp, wasserstein", loss="wasserstein")]
-    found += [case(strategy, "gemma2", family="gemma2") for strategy in (FSDPStrategy, TP)]
-    assert_parity(text, found, steps=4, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_layers_of_images_equal_one_process() -> None:
-    found = [case(strategy, f"{name}, layers", layers=True) for name, strategy in {**DATA, "tp": TP}.items()]
-    assert_parity(images, found, steps=4, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_layers_equal_one_process_where_ranks_share_sequences() -> None:
-    """Each rank has its tokens of the layers; under `cp` rows of 22 tokens are padded to 24."""
-    shared = {"cp": CP, "tp, sequence parallel": SEQUENCES}
-    found = [
-        case(strategy, f"{name}, {loss}", hidden=loss, maps=True, length=22)
-        for name, strategy in shared.items()
-        for loss in ("mse", "cosine")
-    ]
-    assert_parity(text, found, steps=4, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_half_precision_equals_one_process_within_its_rounding() -> None:
-    half = {"precision": "bf16-mixed"}
-    found = [case(strategy, name, half) for name, strategy in {**DATA, "tp": TP, "pp": PP}.items()]
-    assert_parity(text, found, steps=4, rtol=2**-7)
+    found += named_cases(("ddp", "zero2", "fsdp"), twice, micro_batches=2, loss="jsd", hidden="cosine")
+    found += named_cases(["pp"], twice, micro_batches=2) + named_cases(["tp"], loss="wasserstein")
+    assert_parity(text, found + named_cases(("fsdp", "tp"), family="gemma2"), steps=4, rtol=1e-5)

@@ -7,11 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlo_framework.distillation import agreements, logit_losses
-from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.vocab_parallel import VocabularyShard
+from dlo_framework.distillation import logit_losses
 from dlo_framework.errors import DloError
-from dlo_framework.testing import run_distributed
 from dlo_plugins.distill.student_losses import WITHOUT_TEMPERATURE, LogitDistance, LogitLossName
 
 NAMES = get_args(LogitLossName)
@@ -73,32 +70,6 @@ def test_equal_logits_have_no_distance_and_extreme_ones_stay_finite(name: str) -
     losses.sum().backward()
     assert bool(torch.isfinite(losses).all())
     assert bool(torch.isfinite(far.grad).all())
-
-
-def _on_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
-    communicator = Communicator()
-    shard = VocabularyShard(communicator, first=6 * rank, count=6 - rank, size=11)
-    for name in NAMES:
-        s, t = (logits[:, shard.first : shard.first + shard.count].clone() for logits in both())
-        s.requires_grad_()
-        losses = logit_losses(distance(name), s, t, shard)
-        losses.sum().backward()
-        found[name] = (losses.detach(), s.grad, agreements(s, t, shard))
-    return found
-
-
-def test_classes_split_over_ranks_have_the_losses_and_gradients_of_one_process() -> None:
-    ranks = run_distributed(_on_ranks, 2)
-    for name in NAMES:
-        s, t = both()
-        s.requires_grad_()
-        expected = logit_losses(distance(name), s, t)
-        expected.sum().backward()
-        for losses, _, agreed in (found[name] for found in ranks):
-            torch.testing.assert_close(losses, expected.detach(), rtol=1e-10, atol=1e-10)
-            assert torch.equal(agreed, agreements(s, t))
-        torch.testing.assert_close(torch.cat([found[name][1] for found in ranks], 1), s.grad, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -59,17 +59,12 @@ def classifier(model="vit_tiny_patch16_224", **options) -> ImageClassifier:
     return ImageClassifier(model, **(fixed | options))
 
 
-def trainer(*callbacks, **options) -> Trainer:
-    fixed = {"max_epochs": 4, "num_sanity_val_steps": 0, "limit_val_batches": 1}
-    return quiet_trainer(**(fixed | options), callbacks=list(callbacks))
-
-
 def fit(callback, data=None, task=None, ckpt_path=None, **options) -> tuple[Recorder, Trainer]:
     recorder = Recorder()
-    fitted = trainer(ExactResume(), callback, recorder, **options)
+    options = {"max_epochs": 4, "num_sanity_val_steps": 0, "limit_val_batches": 1, **options}
+    fitted = quiet_trainer(callbacks=[ExactResume(), callback, recorder], **options)
     torch.manual_seed(11)
-    loaders = {"train_dataloaders": data} if isinstance(data, DataLoader) else {"datamodule": data or digits()}
-    fitted.fit(task or classifier(), **loaders, ckpt_path=ckpt_path, weights_only=True)
+    fitted.fit(task or classifier(), digits() if data is None else data, ckpt_path=ckpt_path, weights_only=True)
     return recorder, fitted
 
 
@@ -146,9 +141,8 @@ COATNET = {"embed_dim": (32, 32, 64, 64), "depths": (1, 1, 1, 1)}
 )
 def test_every_family_of_the_recipes_trains_through_changes_and_validates_larger(model, args, sizes, photos):
     """With sines and cosines that are not trained, too; the checkpoint is that of the plain model."""
-    data = ImageFolderData(str(photos), image_size=sizes[1], eval_image_size=sizes[2], batch_size=8, num_workers=0)
-    if model == "resnet10t":
-        data = ImageFolderData(str(photos), image_size=64, eval_image_size=96, batch_size=8, num_workers=0)
+    own = (64, 96) if model == "resnet10t" else sizes[1:]
+    data = ImageFolderData(str(photos), image_size=own[0], eval_image_size=own[1], batch_size=8, num_workers=0)
     positions = "sincos2d" if args.get("class_token") is False else "learned"
     task = classifier(model, model_args=args, position_embedding=positions)
     schedule = {0: sizes[0], 1: sizes[1], 2: sizes[2]}
@@ -253,34 +247,18 @@ class Endless(IterableDataset):
         ({"start_size": 8, "begin": "3 samples"}, {}, "must have the same unit"),
         ({"sizes": {0: 8, "50%": 16}}, {"max_epochs": -1, "max_steps": 4}, "trainer.max_epochs must be set"),
         ({"sizes": {0: 8}}, {"task": Plain(Fixed())}, "built for, 16 x 16 pixels, got 8 x 8"),
-        (
-            {"start_size": 8},
-            {"data": plain_loader(), "task": Plain()},
-            "end_size must be set",
-        ),
-        (
-            {"sizes": {0: 8, 1: 32}},
-            {"data": plain_loader(), "task": Plain()},
-            "largest size of 32 pixels, got 16; load them at 32",
-        ),
-        (
-            {"sizes": {0: 8}},
-            {"data": DataLoader(Endless(), 4), "task": Plain()},
-            "loader must have a length",
-        ),
-        (
-            {"sizes": {0: 8}, "image_key": "pixels"},
-            {"data": DataLoader(Named(), 4), "task": Plain()},
-            "a dict of 'image', 'id' with image_key: 'pixels'",
-        ),
+        ({"start_size": 8}, {"data": plain_loader()}, "end_size must be set"),
+        ({"sizes": {0: 8, 1: 32}}, {"data": plain_loader()}, "largest size of 32 pixels, got 16; load them at 32"),
+        ({"sizes": {0: 8}}, {"data": DataLoader(Endless(), 4)}, "loader must have a length"),
+        ({"sizes": {0: 8}, "image_key": "pixels"}, {"data": DataLoader(Named(), 4)}, "with image_key: 'pixels'"),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused(arguments, options, message):
-    callback = ProgressiveResizing(**arguments)
     data = options["data"] if "data" in options else digits()
+    task = None if isinstance(data, ResumableDataModule) else Plain()
     with pytest.raises(DloError, match=message):
-        fit(callback, **(options | {"data": data}))
-    if isinstance(data, ResumableDataModule):
+        fit(ProgressiveResizing(**arguments), **{"data": data, "task": task, **options})
+    if task is None:
         assert data.image_size_at is None
 
 

@@ -9,25 +9,27 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
+from matplotlib.figure import Figure
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from dlo_plugins.prune.callback import (
-    Prune,
-    TicketStart,
-    cubic_sparsity,
-    kept_fraction,
-    next_masks,
-    read_masks,
-    save_masks,
-)
+from dlo_plugins.prune import callback
+from dlo_plugins.prune.callback import Prune, TicketStart, kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.prune.layers import NMPattern, follows_pattern
 from dlo_plugins.weights.start_from import StartFrom
 from support.pruned_nets import masks_of, weights_of
 from support.trainers import quiet_trainer
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing but in the test of the report: that takes as long as a run."""
+    if request.node.name != "test_the_report_is_in_the_run_folder":
+        monkeypatch.setattr(callback, "draw_training", lambda *_: Figure())
 
 
 class Net(LightningModule):
@@ -45,16 +47,11 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.kind == "muon":
-            from timm.optim import create_optimizer_v2
-
             return create_optimizer_v2(self, opt="muon", lr=0.01, weight_decay=0.1)
         if self.kind == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         if self.kind == "two":
-            return [
-                torch.optim.SGD(self.net[0].parameters(), lr=0.1),
-                torch.optim.SGD(self.net[2].parameters(), lr=0.1),
-            ]
+            return [torch.optim.SGD(self.net[place].parameters(), lr=0.1) for place in (0, 2)]
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
@@ -63,13 +60,8 @@ def loader() -> DataLoader:
 
 
 def trainer_of(tmp_path, *callbacks: Callback, epochs: int = 4, **options: Any) -> Trainer:
-    trainer = quiet_trainer(
-        max_epochs=epochs,
-        num_sanity_val_steps=0,
-        default_root_dir=tmp_path,
-        callbacks=list(callbacks),
-        **options,
-    )
+    options |= {"max_epochs": epochs, "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
+    trainer = quiet_trainer(callbacks=list(callbacks), **options)
     use_canonical_checkpoints(trainer)
     return trainer
 
@@ -83,7 +75,7 @@ class Watch(Callback):
         self.momentum: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        (prune,) = (callback for callback in trainer.callbacks if isinstance(callback, Prune))
+        (prune,) = (one for one in trainer.callbacks if isinstance(one, Prune))
         weights = [pl_module.net[0].weight, pl_module.net[2].weight]
         zeros = sum(int((weight == 0).sum()) for weight in weights)
         self.sparsity.append(zeros / sum(weight.numel() for weight in weights))
@@ -112,7 +104,7 @@ def test_it_follows_the_schedule_with_exact_zeros_and_no_momentum(tmp_path, opti
     _, watch, prune = fit(tmp_path, optimizer=optimizer, amount=0.75, begin="25%", end="75%", every=1)
     assert len(watch.sparsity) == 40
     for step, found in enumerate(watch.sparsity, start=1):
-        wanted = 0.0 if step < 10 else cubic_sparsity((step / 40 - 0.25) / 0.5, 0.75)
+        wanted = 0.0 if step < 10 else callback.cubic_sparsity((step / 40 - 0.25) / 0.5, 0.75)
         assert found == pytest.approx(round(wanted * 384) / 384, abs=1e-6), step
     assert watch.momentum == [0] * 40
     final = watch.masks[-1]
@@ -247,7 +239,7 @@ def test_masks_of_a_checkpoint_are_kept_by_the_next_run(tmp_path):
         assert torch.equal(start.weights[name], value * masks[name] if name in masks else value)
     assert all(torch.equal(masks[name], found) for name, found in masks_of(tmp_path / "round_1.ckpt").items())
     assert set(watch.sparsity) == {round(0.8 * 384) / 384}
-    (prune,) = (callback for callback in second.callbacks if isinstance(callback, Prune))
+    (prune,) = (one for one in second.callbacks if isinstance(one, Prune))
     assert prune.shards is not None
     assert prune.shards.target == pytest.approx(watch.sparsity[0])
 
@@ -284,17 +276,9 @@ def test_the_report_is_in_the_run_folder(tmp_path):
         ({"amount": 0.5, "begin": 1}, {"max_steps": 5, "epochs": -1}, "max_epochs must be set for begin in epochs"),
         ({"amount": 0.5, "skip": ["net.7"]}, {}, r"each pattern of skip must match .*, got 'net.7'; did you mean 'net"),
         ({"amount": 0.5, "skip": ["net"]}, {}, "got 3 of which none is left; shorten skip"),
-        (
-            {"pattern": "2:3"},
-            {},
-            r"divisible by 3 for pattern '2:3', got net.0 with 8, net.2 with 16; add to skip: net",
-        ),
+        ({"pattern": "2:3"}, {}, r"divisible by 3 for pattern '2:3', got net.0 with 8, .*; add to skip: net"),
         ({"masks": "nowhere.ckpt"}, {}, "no checkpoint nowhere.ckpt"),
-        (
-            {"pattern": "2:4", "kernels": "semi_structured"},
-            {},
-            "semi_structured must have an NVIDIA GPU, for which torch has them, got a cpu device; set kernels: dense",
-        ),
+        ({"pattern": "2:4", "kernels": "semi_structured"}, {}, "must have an NVIDIA GPU, .* got a cpu device"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_run(tmp_path, settings, options, message):

@@ -24,15 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_alone(folder: Path, optimizer: str, names: list[str]) -> None:
-    for name in names:
-        home = folder / name.replace(":", "_")
-        home.mkdir()
-        train(home, "auto", 1, SETTINGS[name], optimizer=optimizer)
-
-
 def _together(
-    rank: int, world_size: int, folder: Path, strategy: str, names: list[str], optimizer: str
+    rank: int, world_size: int, folder: Path, strategy: str, names: list[str], optimizer: str = "adamw"
 ) -> dict[str, int]:
     wrong = {}
     for name in names:
@@ -51,13 +44,13 @@ TOGETHER = SOME[1:]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    train_alone(folder, "adamw", SOME)
+    _together(0, 1, folder, "auto", SOME)
     return folder
 
 
 @pytest.fixture(scope="module")
 def others_alone(alone) -> Path:
-    train_alone(alone, "adamw", [name for name in SETTINGS if name not in SOME])
+    _together(0, 1, alone, "auto", [name for name in SETTINGS if name not in SOME])
     return alone
 
 
@@ -79,16 +72,26 @@ def compare(alone: Path, folder: Path, name: str) -> None:
 
 
 def _ranks(rank: int, world_size: int, folder: Path, masks: str) -> None:
-    assert _together(rank, world_size, folder, "zero3", TOGETHER, "adamw") == dict.fromkeys(TOGETHER, 0)
+    assert _together(rank, world_size, folder, "zero3", TOGETHER) == dict.fromkeys(TOGETHER, 0)
     train(folder / "averaged", "zero3", world_size, SETTINGS["magnitude"], callbacks=(WeightEMA(0.8),))
     _, watch, _ = train(folder / "started", "tp", world_size, {"masks": masks}, epochs=1, limit=2)
+    assert watch.wrong == 0
+    # The run's end is that of its epochs: what is stopped at a step has another schedule.
+    train(folder / "stopped", "zero3", world_size, SETTINGS["movement"], epochs=2, limit=4)
+    _resumed(world_size, folder / "resumed", "tp", folder / "stopped")
+
+
+def _resumed(world_size: int, folder: Path, strategy: str, source: Path) -> None:
+    path = str(source / "last.ckpt")
+    _, watch, _ = train(folder, strategy, world_size, SETTINGS["movement"], epochs=4, limit=4, ckpt_path=path)
     assert watch.wrong == 0
 
 
 @pytest.mark.timeout(600)
 def test_masks_on_two_ranks_are_those_of_one_process_averaged_and_taken_from_a_checkpoint(tmp_path, alone):
+    """A run of two epochs goes on for two more under another strategy, and in one process: with the same masks."""
     source = alone / "magnitude" / "last.ckpt"
-    for name in ("averaged", "started"):
+    for name in ("averaged", "started", "stopped", "resumed", "resumed alone"):
         (tmp_path / name).mkdir()
     run_distributed(_ranks, 2, tmp_path, str(source), timeout=400)
     for name in TOGETHER:
@@ -101,6 +104,12 @@ def test_masks_on_two_ranks_are_those_of_one_process_averaged_and_taken_from_a_c
         for weights in (average, trained, weights_of(started)):
             assert not weights[name][~mask].any(), name
             assert weights[name][mask].any(), name
+    _resumed(1, tmp_path / "resumed alone", "auto", tmp_path / "stopped")
+    resumed, other = (tmp_path / name / "last.ckpt" for name in ("resumed", "resumed alone"))
+    assert differing(masks_of(resumed), masks_of(other)) == 0
+    weights, others = weights_of(resumed), weights_of(other)
+    for weight, value in others.items():
+        torch.testing.assert_close(weights[weight], value, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -113,7 +122,7 @@ def test_masks_on_two_ranks_are_those_of_one_process_averaged_and_taken_from_a_c
     ],
 )
 def test_every_method_is_the_same_under_every_strategy(tmp_path, others_alone, strategy):
-    found = run_distributed(_together, 2, tmp_path, strategy, list(SETTINGS), "adamw", timeout=1500)
+    found = run_distributed(_together, 2, tmp_path, strategy, list(SETTINGS), timeout=1500)
     assert found == [dict.fromkeys(SETTINGS, 0)] * 2
     for name in SETTINGS:
         compare(others_alone, tmp_path, name)
@@ -127,41 +136,12 @@ def test_an_optimizer_of_full_tensors_keeps_pruned_weights_at_zero(tmp_path, str
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     names = ["magnitude", "2:4"]
-    train_alone(tmp_path / "one", "muon", names)
+    _together(0, 1, tmp_path / "one", "auto", names, "muon")
     found = run_distributed(_together, 2, tmp_path / "two", strategy, names, "muon", timeout=900)
     assert found == [dict.fromkeys(names, 0)] * 2
     for name in names:
-        masks, weights = (
-            masks_of(tmp_path / "two" / name.replace(":", "_") / "last.ckpt"),
-            weights_of(tmp_path / "two" / name.replace(":", "_") / "last.ckpt"),
-        )
-        expected = masks_of(tmp_path / "one" / name.replace(":", "_") / "last.ckpt")
+        one, two = (tmp_path / folder / name.replace(":", "_") / "last.ckpt" for folder in ("one", "two"))
+        expected, masks, weights = masks_of(one), masks_of(two), weights_of(two)
         # Newton-Schulz in bfloat16 rounds differently in slices: a few weights at the threshold may change places.
         assert differing(expected, masks) <= 0.01 * sum(mask.numel() for mask in masks.values())
         assert all(not weights[weight][~mask].any() for weight, mask in masks.items())
-
-
-def _stopped(rank: int, world_size: int, folder: Path, strategy: str, name: str) -> None:
-    # The run's end is that of its epochs: what is stopped at a step has another schedule.
-    train(folder, strategy, world_size, SETTINGS[name], epochs=2, limit=4)
-
-
-def _resumed(rank: int, world_size: int, folder: Path, strategy: str, name: str, path: Path) -> int:
-    _, watch, _ = train(folder, strategy, world_size, SETTINGS[name], epochs=4, limit=4, ckpt_path=str(path))
-    return watch.wrong
-
-
-@pytest.mark.timeout(900)
-def test_one_strategy_resumes_the_masks_of_another(tmp_path):
-    """A run of two epochs goes on for two more under another strategy, and in one process: with the same masks."""
-    for folder in ("one", "two", "three"):
-        (tmp_path / folder).mkdir()
-    run_distributed(_stopped, 2, tmp_path / "one", "zero3", "movement", timeout=300)
-    path = tmp_path / "one" / "last.ckpt"
-    assert run_distributed(_resumed, 2, tmp_path / "two", "tp", "movement", path, timeout=300) == [0, 0]
-    _resumed(0, 1, tmp_path / "three", "auto", "movement", path)
-    two, three = tmp_path / "two" / "last.ckpt", tmp_path / "three" / "last.ckpt"
-    assert differing(masks_of(two), masks_of(three)) == 0
-    weights, others = weights_of(two), weights_of(three)
-    for weight, value in others.items():
-        torch.testing.assert_close(weights[weight], value, atol=1e-5, rtol=1e-4)

@@ -61,6 +61,16 @@ def outputs(task: Any) -> torch.Tensor:
     return task.model(input_ids=torch.randint(0, 96, (2, 12))).logits
 
 
+def pruned_task(task: Any, amounts: dict[str, Any]) -> tuple[Any, dict[str, Any], list[str]]:
+    """Returns the smaller task, its sizes, and the lines about them."""
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    sizes, lines = prune_weights(weights, task, amounts)
+    smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
+    smaller.configure_model()
+    smaller.load_state_dict(weights)
+    return smaller, sizes, lines
+
+
 def silenced(task: Any, kind: str, amount: float) -> torch.Tensor:
     """Returns the outputs of the larger model whose removed units nothing reads."""
     plan, state = task.parallel_plan(), dict(task.state_dict())
@@ -80,11 +90,7 @@ def silenced(task: Any, kind: str, amount: float) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["vit", "llama", "gpt2", "phi3", "opt", "gpt_neox"])
 def test_it_computes_what_is_left(family, kind, amount):
     task = vision() if family == "vit" else language(family)
-    weights = {name: value.clone() for name, value in task.state_dict().items()}
-    sizes, lines = prune_weights(weights, task, {kind: amount})
-    smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
-    smaller.configure_model()
-    smaller.load_state_dict(weights)
+    smaller, _, lines = pruned_task(task, {kind: amount})
     torch.testing.assert_close(outputs(smaller), silenced(task, kind, amount), atol=2e-5, rtol=1e-4)
     assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in task.parameters())
     assert "->" in lines[0]
@@ -93,15 +99,10 @@ def test_it_computes_what_is_left(family, kind, amount):
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
 def test_families_without_a_width_of_heads_generate_are_cut_and_are_read_again(tmp_path, family):
     task = language(family)
-    weights = {name: value.clone() for name, value in task.state_dict().items()}
-    sizes, _ = prune_weights(weights, task, {"heads": 0.5})
+    smaller, sizes, _ = pruned_task(task, {"heads": 0.5})
     with pytest.raises(DloError, match="config must describe the smaller model, got other shapes of"):
-        _check_weights(weights, task)
-    arguments = task.resized({}, **sizes)
-    assert (arguments["config"]["head_dim"], sizes["heads"]) == (8, 2)
-    smaller: Any = CausalLM(**{**dict(task.hparams), **arguments})
-    smaller.configure_model()
-    smaller.load_state_dict(weights)
+        _check_weights(smaller.state_dict(), task)
+    assert (smaller.hparams["config"]["head_dim"], sizes["heads"]) == (8, 2)
     expected = outputs(smaller)
     (group, *_) = find_units(smaller.model, smaller.parallel_plan(), "heads")
     assert (group.count, group.width) == (2, 8)  # Its plan is that of two heads.
@@ -115,22 +116,16 @@ def test_families_without_a_width_of_heads_generate_are_cut_and_are_read_again(t
     again.configure_model()
     assert torch.equal(outputs(again), expected)
     wide = CausalLM(config={"model_type": family, "vocab_size": 96, **CONFIGS[family], "head_dim": 16})
-    with pytest.raises(
-        DloError, match=r"config\.head_dim must divide the width of .* into at least its 4 heads, got 16"
-    ):
+    with pytest.raises(DloError, match=r"head_dim must divide the width of .* into at least its 4 heads, got 16"):
         wide.configure_model()
 
 
 @pytest.mark.parametrize("family", ["vit", "llama"])
 def test_blocks_are_removed_and_renumbered(family):
     task = vision() if family == "vit" else language(family)
-    weights = {name: value.clone() for name, value in task.state_dict().items()}
     blocks = task.parallel_plan().block_names(task.model)
-    sizes, _ = prune_weights(weights, task, {"blocks": [1]})
+    smaller, sizes, _ = pruned_task(task, {"blocks": [1]})
     assert sizes == {"blocks": len(blocks) - 1}
-    smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
-    smaller.configure_model()
-    smaller.load_state_dict(weights)
     parent, _, number = blocks[1].rpartition(".")
     del task.model.get_submodule(parent)[int(number)]
     torch.testing.assert_close(outputs(smaller), outputs(task))

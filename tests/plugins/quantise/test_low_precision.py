@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
@@ -127,11 +128,7 @@ def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
     ("scheme", "capability", "message"),
     [
         ("fp8", None, r"fp8 must have a cuda device \(CUDA of .* 8.9 or more\), got cpu, .*; set scheme: int8, or"),
-        (
-            "mxfp8",
-            (9, 0),
-            r"10.0 or more\), got compute capability 9.0; set scheme: fp8_rowwise, or emulate",
-        ),
+        ("mxfp8", (9, 0), r"10.0 or more\), got compute capability 9.0; set scheme: fp8_rowwise"),
         ("fp8_rowwise", (8, 9), r"got compute capability 8.9; set scheme: fp8,"),
         ("fp8", (8, 0), r"got compute capability 8.0; set scheme: int8,"),
         ("int8", (7, 0), r"a cuda or cpu device .* 7.5 or more\), got .* 7.0; leave the callback out$"),
@@ -154,11 +151,9 @@ def test_a_device_without_the_kernels_is_refused_with_the_nearest_scheme(
             LowPrecision(scheme, emulate=True, min_features=8).check_run(trainer, task())
 
 
-def test_a_scheme_without_kernels_is_refused_before_ranks_start() -> None:
+def test_what_does_not_fit_is_refused_before_ranks_start() -> None:
     trainer: Any = mock.Mock()
     trainer.strategy.root_device = torch.device("cpu")
-    with pytest.raises(DloError, match="set scheme: int8"):
-        LowPrecision("fp8").check_run(trainer, task())
     trainer.callbacks = [LowPrecision(), Quantise("int8", when="aware", report=False)]
     with pytest.raises(DloError, match="the only callback that replaces the layers' products, got Quantise too"):
         trainer.callbacks[0].check_run(trainer, task())
@@ -175,31 +170,18 @@ ONE: dict[str, Run] = {
     "one, fp8": ("auto", "fp8", []),
     "compiled": ("auto", "int8", [lambda: Compile(scope="blocks", backend="aot_eager")]),
 }
+#: What no column of tests/composition has.
 TWO: dict[str, Run] = {
-    "tp": (lambda: MeshStrategy(tp=2, dp_shard=1), "int8", []),
     "tp, fp8": (lambda: MeshStrategy(tp=2, dp_shard=1), "fp8", []),
     "tp, fp8_rowwise": (lambda: MeshStrategy(tp=2, dp_shard=1), "fp8_rowwise", []),
     "tp, sequence": (lambda: MeshStrategy(tp=2, dp_shard=1, sequence_parallel=True), "int8", []),
-    "pp": (lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=2), "int8", []),
-    "dp, compiled": (
-        lambda: MeshStrategy(appliers=[CompileBlocks(backend="aot_eager")]),
-        "int8",
-        [],
-    ),
-    "cp": (lambda: MeshStrategy(cp=2, dp_shard=1), "int8", []),
-    "ddp": ("ddp", "int8", []),
-    "zero2": (lambda: ZeroStrategy(2), "int8", []),
-    "zero3": (lambda: ZeroStrategy(3), "int8", []),
+    "dp, compiled": (lambda: MeshStrategy(appliers=[CompileBlocks(backend="aot_eager")]), "int8", []),
     "zero3, fp8": (lambda: ZeroStrategy(3), "fp8_rowwise", []),
-    "fsdp": (lambda: FSDPStrategy(), "int8", []),
     "fsdp, mxfp8": (lambda: FSDPStrategy(), "mxfp8", []),
-    "hsdp": (lambda: FSDPStrategy(replicate=2, shard=1), "int8", []),
 }
 
 
 def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[str, Any]:
-    from lightning.pytorch import seed_everything
-
     found: dict[str, Any] = {}
     for name in names:
         (strategy, scheme, others), losses = (ONE | TWO)[name], Losses()
@@ -209,7 +191,7 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
         trainer = quiet_trainer(
             devices=world_size,
             strategy=strategy if isinstance(strategy, str) else strategy(),
-            max_steps=8,
+            max_steps=4,
             log_every_n_steps=1,
             callbacks=[losses, *([low] if rounds else []), *(make() for make in others)],
         )
@@ -229,8 +211,7 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
     ids=["some", "all"],
 )
 def test_strategies_learn_as_one_process_in_full_precision(names: list[str]) -> None:
-    alone = run_distributed(_train, 1, list(ONE), True, backend=None)[0]
-    plain = run_distributed(_train, 1, ["one, int8"], False, backend=None)[0]["one, int8"]
+    alone, plain = _train(0, 1, list(ONE), True), _train(0, 1, ["one, int8"], False)["one, int8"]
     ranks = run_distributed(_train, 2, names, True, timeout=280)
     for name, losses in alone.items():
         if "breaks" not in name:

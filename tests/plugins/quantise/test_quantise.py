@@ -38,12 +38,21 @@ def classifier() -> ImageClassifier:
     return ImageClassifier("vit_tiny_patch16_224", model_args=dict(VIT), lr=1e-3, schedule="constant")
 
 
+def digits() -> DigitsData:
+    return DigitsData(image_size=16, batch_size=16)
+
+
 def trainer_of(folder: Path, *callbacks, **options) -> Trainer:
     options = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2, **options}
     plugins = [SafeCheckpointIO()]
     trainer = quiet_trainer(callbacks=list(callbacks), default_root_dir=folder, plugins=plugins, **options)
     use_canonical_checkpoints(trainer)
     return trainer
+
+
+def report_of(callback: Quantise) -> reports.QuantisationReport:
+    assert callback.last_report is not None
+    return callback.last_report
 
 
 class Bits(Quantise):
@@ -68,18 +77,18 @@ class Bits(Quantise):
 )
 def test_it_rounds_from_the_start_on(tmp_path: Path, options: dict, expected: list[int]) -> None:
     callback, task = Bits(**options), classifier()
-    trainer_of(tmp_path, callback).fit(task, datamodule=DigitsData(image_size=16, batch_size=16))
+    trainer_of(tmp_path, callback).fit(task, datamodule=digits())
     assert callback.seen == expected
     assert not any("forward" in module.__dict__ for module in task.model.modules())
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     options = {"start": "30%", "start_bits": 11, "period": 1}
-    data, first, second = (lambda: DigitsData(image_size=16, batch_size=16)), Bits(**options), Bits(**options)
+    first, second = Bits(**options), Bits(**options)
     saving = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(tmp_path / "one.ckpt"))
-    trainer_of(tmp_path, first, saving, max_epochs=1, limit_train_batches=3).fit(classifier(), datamodule=data())
+    trainer_of(tmp_path, first, saving, max_epochs=1, limit_train_batches=3).fit(classifier(), datamodule=digits())
     trainer_of(tmp_path, second, max_epochs=2, limit_train_batches=3).fit(
-        classifier(), datamodule=data(), ckpt_path=tmp_path / "one.ckpt"
+        classifier(), datamodule=digits(), ckpt_path=tmp_path / "one.ckpt"
     )
     # By a run of one epoch, rounding begins in its second step; the resumed one continues from there.
     assert first.seen == [32, 11, 10]
@@ -106,10 +115,9 @@ class MixedBits(Quantise):
 
 def test_layers_with_more_curvature_keep_their_bits_for_longer(tmp_path: Path) -> None:
     """Also in a resumed run; bits that are left at the end are named, with a period that would reach the scheme's."""
-    data = lambda: DigitsData(image_size=16, batch_size=16)
     callback = MixedBits(2)
     with pytest.warns(UserWarning, match="must have 4 bits at the end of training, got up to 7: .* set period: 1, an"):
-        trainer_of(tmp_path, callback, limit_train_batches=16).fit(classifier(), datamodule=data())
+        trainer_of(tmp_path, callback, limit_train_batches=16).fit(classifier(), datamodule=digits())
     means = [sum(pair) / 2 for pair in zip(*callback.squares[:2], strict=True)]
     factors = [1 + int(4 * mean / max(means)) for mean in means]
     assert sorted(set(factors))[0] < max(factors) == 5
@@ -118,9 +126,9 @@ def test_layers_with_more_curvature_keep_their_bits_for_longer(tmp_path: Path) -
     saving = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(tmp_path / "one.ckpt"))
     for stop in (1, 4):  # While curvature is measured, and after the first bits were dropped.
         first, second = MixedBits(2), MixedBits(2)
-        trainer_of(tmp_path, first, saving, limit_train_batches=stop).fit(classifier(), datamodule=data())
+        trainer_of(tmp_path, first, saving, limit_train_batches=stop).fit(classifier(), datamodule=digits())
         resumed = trainer_of(tmp_path, second, max_epochs=16 // stop, limit_train_batches=stop)
-        resumed.fit(classifier(), datamodule=data(), ckpt_path=tmp_path / "one.ckpt")
+        resumed.fit(classifier(), datamodule=digits(), ckpt_path=tmp_path / "one.ckpt")
         assert [*first.seen, *second.seen][:4] == callback.seen[:4]
         assert first.seen + second.seen == [
             [scheduled_bits(8, 4, 2 * factor, step) for factor in second._factors] for step in range(16)
@@ -132,8 +140,7 @@ def test_validation_shows_the_rounded_model_and_the_report_the_converted_one(tmp
     logger = CSVLogger(tmp_path)
     trainer = trainer_of(tmp_path, callback, logger=logger)
     trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=64))
-    report = callback.last_report
-    assert report is not None
+    report = report_of(callback)
     assert report.after["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-5)
     assert abs(report.before["val_loss"] - report.after["val_loss"]) > 1e-4
     assert report.bytes_before[1] / report.bytes_after[1] > 5
@@ -156,9 +163,9 @@ def test_conversion_after_training_leaves_the_training_as_it_is(tmp_path: Path, 
     losses = []
     for callbacks in ([], [Quantise(scheme)]):
         trainer = trainer_of(tmp_path, *callbacks)
-        trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
+        trainer.fit(classifier(), datamodule=digits())
         losses.append(float(trainer.callback_metrics["val_loss"]))
-    report = callbacks[0].last_report
+    report = report_of(callbacks[0])
     assert losses[0] == losses[1] == pytest.approx(report.before["val_loss"], rel=1e-6)
     assert report.after["val_loss"] == pytest.approx(losses[0], rel=1e-2)
     assert report.after["val_loss"] != losses[0]
@@ -193,8 +200,7 @@ def test_a_plain_module_with_loaders_of_the_user(tmp_path: Path) -> None:
     loader = pairs()
     callback = Quantise("int8_static", skip=["layers.2"])
     trainer_of(tmp_path, callback).fit(Plain(), loader, loader)
-    report = callback.last_report
-    assert report is not None
+    report = report_of(callback)
     assert report.layers == 1
     assert report.before["val_loss"] == pytest.approx(report.after["val_loss"], rel=1e-2)
 
@@ -214,8 +220,7 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
     of_onnx = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
     torch.testing.assert_close(of_onnx, exported, rtol=1e-3, atol=2e-3)
     assert exported.std() > 0.1
-    report = callback.last_report
-    assert report is not None
+    report = report_of(callback)
     assert report.exported == ["model.pt2", "model.onnx"]
     assert (tmp_path / "quantised" / "model.onnx").stat().st_size < 0.75 * report.bytes_before[0]
 
@@ -224,24 +229,25 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "epochs", "message"),
     [
-        ({"scheme": "fp8"}, "scheme fp8 must have a cuda device .* 8.9 or more.*, got cpu, .*; set scheme: int8$"),
-        ({"export": ["folder"]}, "ImageClassifier, which has no folder format, got folder; set folder.onnx"),
+        ({"scheme": "fp8"}, 1, "scheme fp8 must have a cuda device .* 8.9 or more.*, got cpu, .*; set scheme: int8$"),
+        ({"export": ["folder"]}, 1, "ImageClassifier, which has no folder format, got folder; set folder.onnx"),
+        ({"when": "aware", "start": 0, "start_bits": 12}, -1, "period must be set for a run without an end"),
     ],
 )
-def test_runs_that_are_refused(tmp_path: Path, options: dict, message: str) -> None:
+def test_runs_that_are_refused(tmp_path: Path, options: dict, epochs: int, message: str) -> None:
+    trainer = trainer_of(tmp_path, Quantise(**options), max_epochs=epochs)
     with pytest.raises(DloError, match=message):
-        trainer_of(tmp_path, Quantise(**options)).fit(classifier(), datamodule=DigitsData(image_size=16))
+        trainer.fit(classifier(), datamodule=DigitsData(image_size=16))
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_average_is_converted(tmp_path: Path, order: int) -> None:
     callback = Quantise()
     trainer = trainer_of(tmp_path, *[WeightEMA(0.5), callback][::order])
-    trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
-    report = callback.last_report
-    assert report is not None
+    trainer.fit(classifier(), datamodule=digits())
+    report = report_of(callback)
     assert report.before["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
 
 
@@ -249,12 +255,6 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemes.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DloError, match=r"pip install dlo_framework\[quantisation\]"):
         Quantise()
-
-
-def test_a_run_without_an_end_needs_a_period(tmp_path: Path) -> None:
-    callback = Quantise(when="aware", start=0, start_bits=12, report=False)
-    with pytest.raises(DloError, match="period must be set for a run without an end"):
-        trainer_of(tmp_path, callback, max_epochs=-1).fit(classifier(), datamodule=DigitsData(image_size=16))
 
 
 @pytest.mark.parametrize(("scheme", "place"), [("int8", "cpu"), ("int4_weights", "cuda"), ("fp8", "cuda")])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from composition import matrix
 from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
 from dlo_framework.run import runs
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import merge_records
@@ -22,6 +25,7 @@ from dlo_plugins.quantise import post_training as reports
 from dlo_plugins.quantise.callback import Quantise
 from dlo_plugins.quantise.schemes import affine_grid, fake_quantise, symmetric_grid
 from support.texts import lines, sentences
+from support.trainers import quiet_trainer
 
 CONFIG = """
 trainer: {accelerator: cpu, max_steps: 4, limit_val_batches: 2, enable_progress_bar: false, logger: false}
@@ -120,8 +124,6 @@ def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, 
     ],
 )
 def test_bad_input(trained: Path, words: tuple[str, ...], message: str, monkeypatch, capfd) -> None:
-    import re
-
     monkeypatch.chdir(trained)
     assert quantise(*words) == 2
     error = capfd.readouterr().err
@@ -163,22 +165,23 @@ MESHES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def run(
-    rank: int, world_size: int, folder: Path, task: str, strategy: str, scheme: str, bits: int, mixed: bool = False
-) -> matrix.Found:
-    """Trains six steps, of which the last four round."""
+    rank: int, world_size: int, folder: Path, task: str, strategy: str, *rounding: tuple[str, int, bool]
+) -> list[matrix.Found]:
+    """Trains six steps, of which the last four round, by each scheme, bits at the start, and whether they are mixed."""
     matrix.register_data_parallel()
+    matrix.STRATEGIES.update({name: (MeshStrategy, options) for name, options in MESHES.items()})
     # No group of 32 divides the 48 features of this layer.
     skip = ["**.down_proj"] if task == "CausalLM" else []
-
-    def rounding() -> list[Any]:
+    found = []
+    for scheme, bits, mixed in rounding:
         options: dict[str, Any] = {"start_bits": bits or None, "skip": skip}
         if mixed:  # Each layer drops its bits after one to five steps.
             options |= {"mixed_bits": True, "period": 1}
-        return [Quantise(scheme, when="aware", start="30%", report=False, **options)] if scheme else []
-
-    matrix.BESIDE["tested"] = matrix.With(rounding, trainer=(("precision", "32-true" if bits else "64-true"),))
-    matrix.STRATEGIES.update({name: (MeshStrategy, options) for name, options in MESHES.items()})
-    found = matrix.run_cell(folder, task, "tested", strategy, world_size)
+        quantise = partial(Quantise, scheme, when="aware", start="30%", report=False, **options)
+        precision = ("precision", "32-true" if bits else "64-true")
+        callbacks: Any = (lambda make=quantise: [make()]) if scheme else list
+        matrix.BESIDE["tested"] = matrix.With(callbacks, trainer=(precision,))
+        found.append(matrix.run_cell(folder, task, "tested", strategy, world_size))
     return found
 
 
@@ -206,9 +209,9 @@ SLOW = [
     [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_losses_are_those_of_one_process(folder: Path, task: str, strategy: str, scheme: str, bits: int) -> None:
-    (alone,) = run_distributed(run, 1, folder, task, "", scheme, bits, backend=None, timeout=250)
-    (plain,) = run_distributed(run, 1, folder, task, "", "", bits, backend=None, timeout=250)
-    ranks = run_distributed(run, 2, folder, task, strategy, scheme, bits, backend=None, timeout=250)
+    rounded, plainly = (scheme, bits, False), ("", bits, False)
+    ((alone, plain),) = run_distributed(run, 1, folder, task, "", rounded, plainly, backend=None, timeout=250)
+    ranks = [cell for (cell,) in run_distributed(run, 2, folder, task, strategy, rounded, backend=None, timeout=250)]
     assert [cell.error or cell.refusal for cell in [*ranks, alone]] == [""] * 3
     merged = merge_records([cell.record for cell in ranks])
     assert len(merged.steps) == len(alone.record.steps) == 6
@@ -221,25 +224,27 @@ def test_losses_are_those_of_one_process(folder: Path, task: str, strategy: str,
 
 
 @pytest.mark.slow
-def test_bits_of_layers_by_their_curvature_are_those_of_one_process(folder: Path) -> None:
-    cases = [("CausalLM", "fsdp"), ("ImageClassifier", "zero3"), ("CausalLM", "mesh pp"), ("CausalLM", "deepspeed_3")]
-    for task in ("CausalLM", "ImageClassifier"):
-        (alone,) = run_distributed(run, 1, folder, task, "", "int4_weights", 8, True, backend=None, timeout=250)
-        (alike,) = run_distributed(run, 1, folder, task, "", "int4_weights", 8, backend=None, timeout=250)
-        curves = [[step.loss for step in cell.record.steps] for cell in (alone, alike)]
-        assert curves[0][:3] == curves[1][:3]
-        assert curves[0][3:] != curves[1][3:]
-        for _, strategy in (case for case in cases if case[0] == task):
-            found = run_distributed(run, 2, folder, task, strategy, "int4_weights", 8, True, backend=None, timeout=250)
-            assert [cell.error or cell.refusal for cell in found] == [""] * 2
-            merged = merge_records([cell.record for cell in found])
-            assert [step.loss for step in merged.steps] == pytest.approx(curves[0], rel=1e-5)
+@pytest.mark.parametrize(
+    ("task", "strategies"), [("CausalLM", ["fsdp", "mesh pp", "deepspeed_3"]), ("ImageClassifier", ["zero3"])]
+)
+def test_bits_of_layers_by_their_curvature_are_those_of_one_process(
+    folder: Path, task: str, strategies: list[str]
+) -> None:
+    mixed, alike = ("int4_weights", 8, True), ("int4_weights", 8, False)
+    (cells,) = run_distributed(run, 1, folder, task, "", mixed, alike, backend=None, timeout=250)
+    curves = [[step.loss for step in cell.record.steps] for cell in cells]
+    assert curves[0][:3] == curves[1][:3]
+    assert curves[0][3:] != curves[1][3:]
+    for strategy in strategies:
+        found = [one for (one,) in run_distributed(run, 2, folder, task, strategy, mixed, backend=None, timeout=250)]
+        assert [cell.error or cell.refusal for cell in found] == [""] * 2
+        merged = merge_records([cell.record for cell in found])
+        assert [step.loss for step in merged.steps] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_a_group_larger_than_a_slice_of_a_row_is_refused(folder: Path) -> None:
     """A row of 32 features is cut into two slices of 16."""
-    for cell in run_distributed(
-        run, 2, folder, "ImageClassifier", "mesh tp", "int4_weights", 0, backend=None, timeout=250
-    ):
-        assert "got 32 for 32 / 2 input features of blocks.0.attn.qkv" in cell.refusal
-        assert cell.refusal.endswith("set tp=1")
+    task, _ = matrix.pictures(folder, matrix.With())
+    trainer, quantise = quiet_trainer(devices=2, strategy=MeshStrategy(tp=2)), Quantise("int4_weights", when="aware")
+    with pytest.raises(DloError, match=r"got 32 for 32 / 2 input features of blocks.0.attn.qkv.*set tp=1$"):
+        quantise.check_run(trainer, task)
