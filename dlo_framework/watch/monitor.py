@@ -91,12 +91,13 @@ class RunMonitor(PluginCallback):
         self._waits = False  # whether the host waits for the device in each step
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counts of samples, seconds and FLOPs, and the open window, for a resumed run to continue."""
+        """Returns counts, the latest record and the open window, for a resumed run to continue and to report."""
         shapes = [[[list(sizes) for sizes in shape], number] for shape, number in self._window_shapes.items()]
         return {
             "samples": self.samples,
             "seconds": self.seconds,
             "flops": self.flops.state_dict() if self.flops is not None else [],
+            "latest": self.latest,
             "window": {
                 "samples": self._window_samples,
                 "seconds": self._open_seconds(),
@@ -138,6 +139,7 @@ class RunMonitor(PluginCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the counts of the run that is resumed."""
         self.samples, self.seconds = state_dict["samples"], state_dict["seconds"]
+        self.latest = state_dict.get("latest", {})  # Older checkpoints have none.
         window = state_dict["window"]
         self._window_samples, self._window_seconds = window["samples"], window["seconds"]
         self._window_steps, self._batches, self._saved_losses = window["steps"], window["batches"], window["losses"]

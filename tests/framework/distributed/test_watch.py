@@ -7,9 +7,12 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
@@ -32,14 +35,9 @@ LIMIT = 1.0
 def ranks(world_size: int, limit: float = 60.0, places: list[int] | None = None):
     """Yields the watches of all ranks, as threads of this process, and what each was told."""
     told: list[list[Failure]] = [[] for _ in range(world_size)]
+    places = places or [0] * world_size
     watches = [
-        RankMonitor(
-            rank,
-            world_size,
-            limit=limit,
-            on_failure=told[rank].append,
-            place=lambda rank=rank: (places or [0] * world_size)[rank],
-        )
+        RankMonitor(rank, world_size, limit=limit, on_failure=told[rank].append, place=lambda rank=rank: places[rank])
         for rank in range(world_size)
     ]
     address = watches[0].serve(one_host=True, name="localhost")
@@ -244,25 +242,17 @@ def test_ranks_that_wait_in_one_hook_or_of_which_one_works_are_left_alone():
             assert watches[0].first is None
 
 
-def meet(watches: list[RankMonitor], calls: dict[int, str]) -> dict[int, str]:
-    """Lets ranks come to calls at once; returns what each is answered."""
-    found: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda rank=rank: found.__setitem__(rank, watches[rank].meet(calls[rank])))
-        for rank in calls
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
+def at_once(ask: Callable, watches: list[RankMonitor], given: dict[int, Any]) -> dict[int, Any]:
+    """Lets ranks ask at once; returns what each is answered."""
+    with ThreadPoolExecutor(len(given)) as pool:
+        return dict(zip(given, pool.map(lambda rank: ask(watches[rank], given[rank]), given), strict=True))
 
 
 def test_a_call_that_takes_all_ranks_waits_for_them_and_names_those_that_do_not_come():
     with waiting(Waiting("a"), Waiting("b", seconds=0.0), Waiting("b", seconds=0.0)) as (watches, _):
         for _ in range(3):
-            assert meet(watches, {0: "x", 1: "x", 2: "x"}) == {0: "", 1: "", 2: ""}
-        assert "rank 2 is in y" in meet(watches, {0: "x", 1: "x", 2: "y"})[0]
+            assert at_once(RankMonitor.meet, watches, {0: "x", 1: "x", 2: "x"}) == {0: "", 1: "", 2: ""}
+        assert "rank 2 is in y" in at_once(RankMonitor.meet, watches, {0: "x", 1: "x", 2: "y"})[0]
         alone = threading.Thread(target=lambda: answers.append(watches[1].meet("x")))
         answers: list[str] = []
         alone.start()
@@ -286,19 +276,8 @@ def test_a_call_that_takes_all_ranks_waits_for_them_and_names_those_that_do_not_
 def test_ranks_raise_together_if_all_do_at_one_moment(monkeypatch, moments, together):
     monkeypatch.setattr(heartbeat, "_ANSWER", 1.0)
     with ranks(3) as (watches, *_):
-        found, began = {}, time.monotonic()
-        threads = [
-            threading.Thread(
-                target=lambda rank=rank: found.__setitem__(rank, watches[rank].raises_together(moments[rank]))
-            )
-            for rank in range(3)
-            if moments[rank] is not None
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert found == {rank: together for rank in range(3) if moments[rank] is not None}
+        began, raising = time.monotonic(), {rank: at for rank, at in enumerate(moments) if at is not None}
+        assert at_once(RankMonitor.raises_together, watches, raising) == dict.fromkeys(raising, together)
         if None in moments:  # One that raises later gets the same answer, and one without an answer does not wait long.
             assert not watches[moments.index(None)].raises_together("step 3")
             assert time.monotonic() - began < 10

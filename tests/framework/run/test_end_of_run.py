@@ -125,7 +125,12 @@ def test_nothing_is_saved_of_a_run_without_steps_or_without_checkpoints(tmp_path
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(Net, {"max_steps": 15, "val_check_interval": 6}), (LogsTraining, {"max_epochs": 2}), (Net, {"max_epochs": 2})],
+    [
+        (Net, {"max_steps": 15, "val_check_interval": 6}),
+        (LogsTraining, {"max_epochs": 2}),
+        (Net, {"max_epochs": 2}),
+        (Net, {"max_epochs": 2, "log_every_n_steps": 2}),
+    ],
 )
 def test_a_complete_run_that_was_killed_before_its_summary_has_its_metrics(tmp_path, kind, options):
     fit(tmp_path / "run", kind=kind, **options)
