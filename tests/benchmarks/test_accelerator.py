@@ -1,7 +1,6 @@
 """benchmarks/accelerator.py, all of it, at a tiny size on a CPU: that it runs, and counts and compares what it says."""
 
 import contextlib
-import importlib
 import json
 import subprocess
 import sys
@@ -24,12 +23,6 @@ def accelerator(*words: str) -> dict:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

@@ -1,6 +1,5 @@
 """benchmarks/chaos.py with few trials: nothing is lost, nothing hangs; and a run that is lost is told."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -13,9 +12,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def trials(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("chaos_runs.trials")
+def trials(load):
+    return load("chaos_runs.trials")
 
 
 def test_trials_are_drawn_alike_each_time_and_have_every_fault_on_every_run(trials):

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,12 @@ import pytest
 
 from dlo_plugins.plan.machine import load_machine
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STORED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("planner_measured.json").read_text())
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import planner_measured
-
-    return planner_measured
+def benchmark(load: Any) -> Any:
+    return load("planner_measured")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

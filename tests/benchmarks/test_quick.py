@@ -1,6 +1,5 @@
 """Every benchmark runs to its last line by ``--quick``, alone and by benchmarks/run.py."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +13,11 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_quick_run_ends_in_its_record(name, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_a_quick_run_ends_in_its_record(name, load):
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1100)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    found = importlib.import_module("measuring.record").parse(done.stdout)
+    found = load("measuring.record").parse(done.stdout)
     assert found["benchmark"] == name
     tables = {table["title"]: table["rows"] for table in found["tables"]}
     assert all(tables.values())

@@ -1,13 +1,11 @@
 """What a benchmark prints at its end: benchmarks/measuring/record.py."""
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DOC = """What does it
 cost?
 
@@ -16,9 +14,8 @@ cost?
 
 
 @pytest.fixture
-def record(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("measuring.record")
+def record(load):
+    return load("measuring.record")
 
 
 def a_table(record):

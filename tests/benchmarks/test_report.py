@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import json
 from pathlib import Path
 
@@ -11,13 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 FILES = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports from the folder of the benchmarks."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 def a_record(name: str = "overhead", median: float = 1.1, **changes) -> dict:

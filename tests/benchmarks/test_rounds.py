@@ -2,19 +2,15 @@
 
 import importlib
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def rounds(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("measuring.rounds")
+def rounds(load):
+    return load("measuring.rounds")
 
 
 class Ticking:

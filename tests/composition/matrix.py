@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from PIL import Image
 from torch import Tensor
 
@@ -54,6 +54,7 @@ from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.text_data import TextData
 from support.doc_pages import entry_points
 from support.texts import lines, sentences
+from support.trainers import quiet_trainer
 
 BATCH, STEPS, EPOCHS = 8, 3, 2
 #: Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
@@ -336,7 +337,6 @@ def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: in
         module, data = TASKS[task](folder, what)
         callbacks = [recorder, *what.callbacks()]
         options = {
-            "accelerator": "cpu",
             "devices": world_size if strategy else 1,
             "strategy": make_strategy(strategy, what),
             "max_epochs": EPOCHS,
@@ -344,10 +344,6 @@ def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: in
             "limit_val_batches": 2,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
             "default_root_dir": folder,
             **dict(what.trainer),
         }
@@ -357,7 +353,7 @@ def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: in
             callbacks, run_folder=run, model=module, progress_bar=False, checkpoints=False
         )
         with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(folder):
-            trainer = Trainer(callbacks=callbacks, **options)
+            trainer = quiet_trainer(callbacks=callbacks, **options)
             use_canonical_checkpoints(trainer)
             check = getattr(trainer.strategy, "check_model", None)
             if check is not None:

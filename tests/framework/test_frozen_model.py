@@ -31,15 +31,20 @@ from support.late import LateStream, OnDevice
 from support.runs import Watch
 
 
-@pytest.fixture(scope="module", params=["images", "text"])
-def teacher(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
-    kind = request.param
-    return kind, runs.make_teacher(kind, tmp_path_factory.mktemp(kind) / "version_0")
-
-
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: Any) -> Path:
-    return runs.make_teacher("images", tmp_path_factory.mktemp("images") / "version_0")
+def folders(tmp_path_factory: Any) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("teachers")
+    return {kind: runs.make_teacher(kind, made / kind / "version_0") for kind in runs.TASKS}
+
+
+@pytest.fixture(params=["images", "text"])
+def teacher(request: Any, folders: dict[str, Path]) -> tuple[str, Path]:
+    return request.param, folders[request.param]
+
+
+@pytest.fixture
+def images(folders: dict[str, Path]) -> Path:
+    return folders["images"]
 
 
 def fit(kind: str, frozen: FrozenModel | None, **options: Any) -> tuple[Task, runs.Teacher | None, Any]:
@@ -273,12 +278,16 @@ CASES = [(name, kind) for name in STRATEGIES for kind in runs.TASKS if kind == "
 SOME = [(name, "text") for name in ("ddp", "fsdp_offload", "tp_sequence", "pp", *OFFLOADING)]
 
 
-def _look(own: runs.Teacher, trainer: Any) -> None:
-    """Notes this rank's bytes, full sequences, and logits of the head."""
-    placed = own.frozen.placed
+def _gather_sequences(own: runs.Teacher, placed: Any) -> None:
     state = getattr(placed, "_state", None)
     if state is not None and state.context is not None and state.context.sequence is not None:
         own.found[-1] = state.context.gather(own.found[-1])
+
+
+def _look(own: runs.Teacher, trainer: Any) -> None:
+    """Notes this rank's bytes, full sequences, and logits of the head."""
+    placed = own.frozen.placed
+    _gather_sequences(own, placed)
     own.notes["bytes"] = placed.held_bytes()
     if own.frozen.has_outputs and hasattr(placed.task, "head"):
         with own.frozen.head() as head:
@@ -297,12 +306,12 @@ def _late_copies() -> Iterator[mock.Mock]:
         yield start
 
 
-def _outputs(rank: int, world: int, folders: dict[str, str], cases: list[tuple[str, str]]) -> dict[str, Any]:
+def _outputs(rank: int, world: int, folders: dict[str, Path], cases: list[tuple[str, str]]) -> dict[str, Any]:
     found = {}
     for name, kind in cases:
         make, shares = STRATEGIES[name]
         torch.manual_seed(1)
-        callback = runs.Teacher(FrozenModel(folders[kind], offload=name in OFFLOADING))
+        callback = runs.Teacher(FrozenModel(str(folders[kind]), offload=name in OFFLOADING))
         callback.look = _look
         trainer = runs.make_trainer(make(), world, [callback])
         with _late_copies() as start:
@@ -317,13 +326,7 @@ def _outputs(rank: int, world: int, folders: dict[str, str], cases: list[tuple[s
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> dict[str, str]:
-    made = tmp_path_factory.mktemp("teachers")
-    return {kind: str(runs.make_teacher(kind, made / kind / "version_0")) for kind in runs.TASKS}
-
-
-@pytest.fixture(scope="module")
-def ranks(folders: dict[str, str], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def ranks(folders: dict[str, Path], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What the ranks found in the cases that this session's tests ask for."""
     ours = [item for item in request.session.items if item.fspath == request.node.fspath]
     asked = {
@@ -337,10 +340,10 @@ def ranks(folders: dict[str, str], request: pytest.FixtureRequest) -> list[dict[
     ("name", "kind"), [case if case in SOME else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_outputs_and_logits_equal_one_process_and_a_rank_holds_its_share_alone(
-    ranks: Any, folders: dict[str, str], name: str, kind: str
+    ranks: Any, folders: dict[str, Path], name: str, kind: str
 ) -> None:
     shares, batches = STRATEGIES[name][1], runs.batches(kind)
-    wholes = [runs.expected_outputs(kind, Path(folders[kind]), batch) for batch in batches]
+    wholes = [runs.expected_outputs(kind, folders[kind], batch) for batch in batches]
     share = 0.52 if name in HALVED else 0.75 if name in ("tp", "pp") else 1.1  # The tensors of a copy are aligned.
     for rank in range(2):
         found = ranks[rank][f"{name} {kind}"]
@@ -352,7 +355,7 @@ def test_outputs_and_logits_equal_one_process_and_a_rank_holds_its_share_alone(
         for output, whole in zip(found["outputs"], wholes, strict=True):
             torch.testing.assert_close(output, whole.chunk(shares)[rank * shares // 2], rtol=1e-6, atol=1e-6)
         if kind == "text":
-            logits = runs.expected_logits(Path(folders[kind]), batches[-1])
+            logits = runs.expected_logits(folders[kind], batches[-1])
             expected = logits.chunk(shares)[rank * shares // 2].flatten(0, 1)
             torch.testing.assert_close(found["logits"], expected, rtol=1e-5, atol=1e-6)
 
@@ -368,7 +371,7 @@ SAVED_AT, AVERAGED_STEPS = 2, 4
 def _fit_average(strategy: Any, world: int, share: tuple[int, int], path: Path, resumes: bool, **options: Any) -> Any:
     torch.manual_seed(1)
     callback = runs.Teacher(FrozenModel(average=0.5))
-    callback.look = _gather_sequences
+    callback.look = lambda own, _: _gather_sequences(own, getattr(own.frozen.placed, "_inner", None))
     callbacks = [callback] if resumes else [Watch(path, batch=2 * SAVED_AT), callback]
     # Two micro-batches a step, of the same batch in each step.
     trainer = runs.make_trainer(strategy, world, callbacks, accumulate_grad_batches=2, **options)
@@ -379,13 +382,6 @@ def _fit_average(strategy: Any, world: int, share: tuple[int, int], path: Path, 
         ckpt_path=str(path) if resumes else None,
     )
     return callback.found
-
-
-def _gather_sequences(own: runs.Teacher, trainer: Any) -> None:
-    inner = getattr(own.frozen.placed, "_inner", None)
-    state = getattr(inner, "_state", None)
-    if state is not None and state.context is not None and state.context.sequence is not None:
-        own.found[-1] = state.context.gather(own.found[-1])
 
 
 def _averages(rank: int, world: int, folder: Path, names: tuple[str, ...]) -> dict[str, Any]:

@@ -69,11 +69,12 @@ class Data(ResumableDataModule):
 class Plain(ResumableDataModule):
     """Loaders as users write them, shuffled from torch's global generator."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 0) -> None:
         super().__init__(batch_size=BATCH)
+        self.options = {"num_workers": workers, "persistent_workers": workers > 0}
 
     def train_dataloader(self):
-        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
+        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, **self.options)
 
 
 class Aside(Callback):
@@ -285,16 +286,8 @@ def test_nothing_is_logged_and_the_monitors_clock_stands_still():
 # --- loaders -------------------------------------------------------------------------------------------------------
 
 
-class PlainWorkers(ResumableDataModule):
-    """Loaders as users write them, shuffled from torch's global generator."""
-
-    def train_dataloader(self):
-        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True)
-
-
 def test_with_persistent_workers():
-    data, other = (PlainWorkers(batch_size=BATCH, num_workers=2) for _ in range(2))
-    assert run(Aside(3), data=data) == run(data=other)
+    assert run(Aside(3), data=Plain(2)) == run(data=Plain(2))
 
 
 class Stateful:

@@ -284,7 +284,7 @@ class TextFormat(CheckpointFormat):
         return ForeignCheckpoint({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, ["it has no step"])
 """
 
-Install = Callable[[str, str, str], None]
+Install = Callable[..., None]
 
 
 @pytest.fixture
@@ -292,11 +292,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Puts a distribution with one module and one format on the path."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
-    def write(dist: str, entry: str, source: str) -> None:
-        module = entry.partition("= ")[2].partition(":")[0]
-        distributions.install(
-            tmp_path / "site", dist, {"dlo_framework.checkpoint_formats": [entry]}, **{module: source}
-        )
+    def write(dist: str, entry: str, **modules: str) -> None:
+        distributions.install(tmp_path / "site", dist, {"dlo_framework.checkpoint_formats": [entry]}, **modules)
 
     return write
 
@@ -309,7 +306,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_a_users_format_is_converted(tmp_path, install, weights, capsys) -> None:
-    install("text_pack", "Text = ck_text:TextFormat", FORMAT)
+    install("text_pack", "Text = ck_text:TextFormat", ck_text=FORMAT)
     assert main(["checkpoint", "convert", str(weights), str(tmp_path / "made")]) == 0
     printed = capsys.readouterr()
     assert "it has no step" in printed.err
@@ -323,8 +320,8 @@ def test_a_users_format_is_converted(tmp_path, install, weights, capsys) -> None
 
 
 def test_a_broken_importer_is_named_with_its_distribution_and_cause(tmp_path, install, weights, capsys) -> None:
-    install("broken_pack", "Broken = ck_broken:Format", "raise RuntimeError('boom')")
-    install("wrong_pack", "Wrong = ck_wrong:Format", "class Format: ...")
+    install("broken_pack", "Broken = ck_broken:Format", ck_broken="raise RuntimeError('boom')")
+    install("wrong_pack", "Wrong = ck_wrong:Format", ck_wrong="class Format: ...")
     assert main(["checkpoint", "convert", str(weights), str(tmp_path / "made")]) == 2
     message = "checkpoint format 'Broken' (broken_pack 1.2) failed to import: RuntimeError: boom"
     assert message in capsys.readouterr().err
@@ -335,8 +332,8 @@ def test_a_broken_importer_is_named_with_its_distribution_and_cause(tmp_path, in
 
 
 def test_a_broken_importer_does_not_disturb_what_others_read(tmp_path, install, weights, capsys) -> None:
-    install("broken_pack", "Broken = ck_broken_too:Format", "raise RuntimeError('boom')")
-    install("text_pack", "Text = ck_text_too:TextFormat", FORMAT)
+    install("broken_pack", "Broken = ck_broken_too:Format", ck_broken_too="raise RuntimeError('boom')")
+    install("text_pack", "Text = ck_text_too:TextFormat", ck_text_too=FORMAT)
     assert main(["checkpoint", "convert", str(weights), str(tmp_path / "made")]) == 0
     for target in ("one.safetensors", "again.ckpt"):
         source = tmp_path / "made" if target == "one.safetensors" else tmp_path / "one.safetensors"
