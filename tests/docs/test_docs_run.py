@@ -1,7 +1,7 @@
 """Every command and config of the pages runs, in short, in the folder of a reader who has small models and data.
 
 What this machine cannot run, for want of a GPU, a cluster or a package, is parsed and checked. A page that is cheap is
-in the ordinary suite; ``pytest -m "" -n0 tests/docs/test_docs_run.py`` runs all, and prints what was only checked.
+in the ordinary suite; ``pytest -m "" -n0 tests/docs/test_docs_run.py`` runs all.
 """
 
 import importlib
@@ -49,15 +49,12 @@ SHORT = {
 #: Commands that print the same on each machine: what a page shows of it is compared.
 EXACT = re.compile(r"dlo (mesh|config|remat|prune) |--dry-run")
 
-ran: list[str] = []
-checked: dict[str, str] = {}
-
 
 class Reader:
     """Runs the commands and configs of a page, in order, in one folder."""
 
-    def __init__(self, page: str, folder: Path, environment: dict[str, str]) -> None:
-        self.page, self.folder, self.environment = page, folder, environment
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, environment
 
     def dlo(self, words: list[str], code: int = 0) -> tuple[str, str]:
         """Runs ``dlo``, or a script; returns standard output and error, unless the exit code is another."""
@@ -91,41 +88,36 @@ class Reader:
         for file, content in configs.items():
             (self.folder / file).write_text(yaml.safe_dump(content, sort_keys=False))
         words = ["fit", *(word for file in configs for word in ("--config", file))]
-        self.run_dlo(words, f"{self.page}:{block.line}", block, block.text, [])
+        self.run_dlo(words, block, block.text, [])
 
-    def run_command(self, command: str, where: str, block: Block, shown: list[str]) -> None:
+    def run_command(self, command: str, block: Block, shown: list[str]) -> None:
         """Runs one command; those of other programs are left out, but what they start is checked."""
         text, _, target = in_small(command).partition(" > ")
         program, *words = shlex.split(text, comments=True)
         if program == "dlo":
-            out = self.run_dlo(words, where, block, text, shown)
+            out = self.run_dlo(words, block, text, shown)
             if target:
                 file = self.folder / target.removeprefix("~/")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(out)
         elif program == "python":
             self.dlo(words)
-            ran.append(where)
         elif words and program in ("pytest", "torchrun") and "--nnodes" not in words:
             module = "torch.distributed.run" if program == "torchrun" else "pytest"
             line = [sys.executable, "-m", module, *words, *(TRAIN.split() if "fit" in words else [])]
             done = subprocess.run(line, cwd=self.folder, env=self.environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
-            ran.append(where)
         elif program == "sbatch":
             self.dlo(["fit", *read_options(words)[1][1:], "--print_config"])
-            checked[where] = "a cluster"
         elif "fit" in words:
             self.dlo([*(word for word in words[words.index("fit") :] if word != "--deepspeed"), "--print_config"])
-            checked[where] = f"{program}, of a cluster or a GPU"
 
-    def run_dlo(self, words: list[str], where: str, block: Block, text: str, shown: list[str]) -> str:
-        """Runs ``dlo`` in short, and returns its output; if this machine cannot, checks the config, and notes why."""
+    def run_dlo(self, words: list[str], block: Block, text: str, shown: list[str]) -> str:
+        """Runs ``dlo`` in short, and returns its output; if this machine cannot, checks the config."""
         self.provide_runs(words, text)
         trainer = self.read_trainer(words)
         size = ranks(trainer) * trainer.get("num_nodes", 1)
-        marker = re.match(r"checked only: (.+)", block.note)
-        reason = marker[1] if marker else "a GPU" if trainer.get("accelerator") == "gpu" else None
+        cannot = block.note.startswith("checked only: ") or trainer.get("accelerator") == "gpu"
         if words[:2] != ["sweep", "report"] and "--dry-run" not in words:
             short = SHORT.get(words[0], "")
             if re.search("DynamicBatchSize|digits/race", text):
@@ -136,23 +128,20 @@ class Reader:
         if words[0] == "fit":
             words += ["--trainer.devices", str(ranks(trainer))]
             words += ["--trainer.max_epochs", "2"] if "--ckpt_path" in words else []
-            words += ["--print_config"] if reason else ["--dry-run"] if size > 8 else []
-            reason = f"{size} ranks" if size > 8 and not reason else reason
+            words += ["--print_config"] if cannot else ["--dry-run"] if size > 8 else []
+            cannot = cannot or size > 8
         error = bool(shown) and ": error: " in shown[0]
         try:
             out, err = self.dlo(words, code=2 if error else 1 if words[:2] == ["config", "diff"] else 0)
         except AssertionError as failure:
-            package = re.search(r"error: .*(needs .*not installed)", str(failure))
-            if package is None:
+            if re.search(r"error: .*needs .*(not installed|pip install)", str(failure)) is None:
                 raise
-            reason, out, err = package[1], "", ""
-        if reason:
-            checked[where] = reason
+            return ""
+        if cannot:
             return out
         printed = [line.rstrip() for line in (out + err).splitlines()]
         lines = [line for line in shown if line not in ("", "...")] if error or EXACT.search(f"dlo {text}") else []
         assert [line for line in lines if line not in printed] == [], f"{text} prints otherwise:\n{out}{err}"
-        ran.append(where)
         return out
 
     def provide_runs(self, words: list[str], text: str) -> None:
@@ -215,20 +204,13 @@ def test_what_a_page_shows_runs(page: str, photos: Path, example_pack: Path, tmp
     todo = list(steps(read_blocks(PAGES[page])))
     if todo:
         fill_folder(tmp_path, PAGES[page], photos)
-    reader, failed = Reader(page, tmp_path, environment), []
+    reader, failed = Reader(tmp_path, environment), []
     for line, block, command, shown in todo:
         try:
             if command:
-                reader.run_command(command, f"{page}:{line}", block, shown)
+                reader.run_command(command, block, shown)
             else:
                 reader.run_yaml(block)
         except AssertionError as error:
             failed.append(f"{page}:{line}: {error}")
     assert not failed, "\n\n".join(failed)
-
-
-@pytest.mark.slow
-def test_the_number_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print(f"\n{len(ran)} commands and configs ran, {len(checked)} were checked only:")
-        print("\n".join(f"  {where}: {reason}" for where, reason in checked.items()))
