@@ -14,11 +14,13 @@ TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads"
 
 
 class Rates(Callback):
+    """Keeps the rates inside the steps, where DynamicBatchSize has multiplied them."""
+
     def __init__(self) -> None:
         self.found: list[float] = []
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
-        self.found.append(optimizer.param_groups[0]["lr"])
+    def on_train_start(self, trainer, pl_module) -> None:
+        trainer.optimizers[0].register_step_pre_hook(lambda opt, *_: self.found.append(opt.param_groups[0]["lr"]))
 
 
 def rates(*callbacks, accumulate=None, steps=6, batch_size=100, **options) -> list[float]:
@@ -52,21 +54,10 @@ def test_one_cycle_peaks_at_the_scaled_rate_and_growth_goes_on_from_it() -> None
     peak = max(rates(OneCycle(pct_start=0.5), lr_scaling={"reference_batch": 50}, schedule="constant"))
     assert peak == pytest.approx(0.02, rel=0.1)
     assert peak == pytest.approx(2 * max(rates(OneCycle(pct_start=0.5), schedule="constant")))
-    grown = rates_in_steps(DynamicBatchSize(schedule={0: 100, 1: 400}, lr_rule="linear"))
+    growth = DynamicBatchSize(schedule={0: 100, 1: 400}, lr_rule="linear")
+    grown = rates(growth, lr_scaling={"reference_batch": 50}, schedule="constant", steps=22)
     assert grown[0] == pytest.approx(0.02)
     assert grown[-1] == pytest.approx(0.08)
-
-
-def rates_in_steps(growth) -> list[float]:
-    """Returns the rates inside the steps, where DynamicBatchSize has multiplied them."""
-    found: list[float] = []
-
-    class Watch(Callback):
-        def on_train_start(self, trainer, pl_module) -> None:
-            trainer.optimizers[0].register_step_pre_hook(lambda opt, *_: found.append(opt.param_groups[0]["lr"]))
-
-    rates(growth, Watch(), lr_scaling={"reference_batch": 50}, schedule="constant", steps=22)
-    return found
 
 
 def test_what_does_not_fit_is_refused() -> None:

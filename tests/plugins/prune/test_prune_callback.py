@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from matplotlib.figure import Figure
 from timm.optim import create_optimizer_v2
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.prune import callback
 from dlo_plugins.prune.callback import Prune, TicketStart, kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.prune.layers import NMPattern, follows_pattern
@@ -299,11 +297,3 @@ def test_lightnings_fsdp_is_refused():
     run: Any = SimpleNamespace(strategy=LightningFSDP())
     with pytest.raises(DloError, match="Prune does not support FSDPStrategy: it joins parameters"):
         prune._check_strategy(run)
-
-
-def test_lightnings_pruning_is_pointed_to_it():
-    strategy = ZeroStrategy(3)
-    strategy._lightning_module = Net()
-    run: Any = SimpleNamespace(callbacks=[ModelPruning("l1_unstructured", amount=0.5)], loggers=[])
-    with pytest.raises(DloError, match="got ModelPruning; use dlo's own pruning callback \\(dlo plugins\\), or ddp"):
-        strategy._check_callbacks(run)

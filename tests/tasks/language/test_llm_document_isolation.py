@@ -174,16 +174,6 @@ def test_recomputed_blocks_keep_the_documents_of_their_forward(kind: str) -> Non
             torch.testing.assert_close(param.grad, expected[name], rtol=0, atol=SINGLE * largest)
 
 
-def test_documents_of_similar_length_share_a_call() -> None:
-    batch = packed_batch()
-    spans = document_spans(batch["position_ids"])
-    assert [tuple(group.shape) for group in spans.groups] == [(3, 5), (2, 21)]
-    tokens = torch.cat([group.flatten() for group in spans.groups])
-    assert torch.equal(tokens[spans.places], torch.arange(2 * LENGTH))
-    lonely = document_spans(torch.arange(LENGTH)[None])
-    assert [tuple(group.shape) for group in lonely.groups] == [(1, 1), (1, LENGTH)]  # as many calls as elsewhere
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_shards_of_a_sequence_are_refused_where_documents_become_rows() -> None:
     task = double_task("mamba")
