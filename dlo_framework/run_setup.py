@@ -281,14 +281,15 @@ def _check_store_of_nodes() -> None:
     counts restarts from 0, so that ranks would wait for each other until their time limit. The range of nodes is in the
     agent's command line or environment alone.
     """
-    given = "--nnodes\0" + os.environ.get("PET_NNODES", "")
+    command = ""
     with contextlib.suppress(OSError):  # Only Linux has the file.
-        given = Path(f"/proc/{os.getppid()}/cmdline").read_text() + given
-    nodes = re.search(r"--nnodes[=\0](\d+):(\d+)", given)
-    if nodes is not None and nodes[1] != nodes[2] and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    given = re.search(r"--nnodes[=\0]([\d:]+)", f"{command}\0--nnodes={os.environ.get('PET_NNODES', '')}")
+    fewest, _, most = given[1].partition(":") if given is not None else ("", "", "")
+    if most not in ("", fewest) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise DloError(
             f"torchrun's nodes must be a fixed number while it shares its store with the ranks, got --nnodes"
-            f" {nodes[1]}:{nodes[2]}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
+            f" {fewest}:{most}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
         )
 
 
