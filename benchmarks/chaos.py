@@ -35,7 +35,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument(
+        "--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="of runs that are not elastic"
+    )
     parser.add_argument("--warm", action="store_true", help="fork processes from one that has imported torch: sooner")
     parser.add_argument("--folder", type=Path, default=Path("runs") / "chaos")
     options = parse_options(parser, __file__)

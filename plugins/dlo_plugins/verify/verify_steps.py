@@ -224,8 +224,10 @@ def _integers(part: Tensor) -> Tensor:
     part = part if part.layout is torch.strided else part.to_dense()
     part = (torch.view_as_real(part) if part.is_complex() else part).contiguous().view(-1)
     size = part.element_size()
-    is_whole = part.numel() * size % 8 == 0 == part.storage_offset() * size % 8
-    return part.view(_INTEGERS[8 if is_whole else size])
+    if part.numel() * size % 8:
+        return part.view(_INTEGERS[size])
+    # Sums must not depend on where a tensor lies in its memory, such as a gradient in a bucket.
+    return (part.clone() if part.storage_offset() * size % 8 else part).view(torch.int64)
 
 
 def _sums_of_part(bits: Tensor) -> Tensor:

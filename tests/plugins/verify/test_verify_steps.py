@@ -216,3 +216,9 @@ def test_a_difference_may_be_a_warning_and_hardware_is_the_cause_where_operation
 def test_a_step_that_cannot_be_repeated_is_refused() -> None:
     with pytest.raises(DloError, match="VerifySteps: a step must be repeatable from the same state: method powersgd"):
         fit("auto", [VerifySteps(), GradientCompression("powersgd")])
+
+
+def test_sums_do_not_depend_on_the_place_in_memory() -> None:
+    bucket = torch.randn(13)
+    assert torch.equal(bit_sums(bucket[1:13]), bit_sums(bucket[1:13].clone()))
+    assert torch.equal(bit_sums(bucket[1:12]), bit_sums(bucket[1:12].clone()))
