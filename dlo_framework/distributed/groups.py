@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,21 +16,42 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.mesh import AXES, Coordinates, MeshSpec
 
-_GROUPS: weakref.WeakKeyDictionary[Strategy, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+#: Groups of :func:`kept_group` by the default group under which they were made; they end with it.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def kept_group(
+    purpose: str, ranks: Sequence[int], *, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Returns this process's group of these ranks for a purpose, made on first use and kept for its later runs.
+
+    A group has threads and buffers of its own until the process group is destroyed: groups of each run by itself would
+    add up in a process that trains many times.
+
+    Args:
+        purpose: Name of what communicates. Two purposes do not share a group: their collectives could be paired.
+        ranks: Ranks of the group; they alone call this, at the same point.
+        timeout: Time limit of a collective; None for torch's default.
+        backend: Backend of the group; None for the default group's.
+    """
+    assert dist.group.WORLD is not None
+    groups, key = _GROUPS.setdefault(dist.group.WORLD, {}), (purpose, tuple(ranks), timeout, backend)
+    if key not in groups:
+        among_members = len(ranks) < dist.get_world_size()
+        made: Any = dist.new_group(list(ranks), timeout, backend, None, among_members, group_desc=purpose)
+        groups[key] = made
+    return groups[key]
 
 
 def gloo_group(strategy: Strategy) -> dist.ProcessGroup | None:
-    """Returns a gloo group of all ranks, one for each strategy; None for a single process.
+    """Returns a gloo group of all ranks for a strategy; None for a single process.
 
     Its time limit is the strategy's. The first call must come at the same point on all ranks.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    if strategy not in _GROUPS:
-        timeout = getattr(strategy, "_timeout", None)  # Lightning's name for it (2.6).
-        made: Any = dist.new_group(backend="gloo", timeout=timeout)
-        _GROUPS[strategy] = made
-    return _GROUPS[strategy]
+    timeout = getattr(strategy, "_timeout", None)  # Lightning's name for it (2.6).
+    return kept_group("control", range(dist.get_world_size()), timeout=timeout, backend="gloo")
 
 
 def control_group(trainer: Trainer) -> dist.ProcessGroup | None:
@@ -97,8 +119,7 @@ class MeshGroups:
 
     def _named_group(self, key: tuple[str, ...], ranks: list[int]) -> dist.ProcessGroup:
         if key not in self._groups:
-            made: Any = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
-            self._groups[key] = made
+            self._groups[key] = kept_group(" x ".join(key), ranks, timeout=self.timeout)
         return self._groups[key]
 
     def axis_of(self, name: str) -> str:

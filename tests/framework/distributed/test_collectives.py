@@ -22,7 +22,7 @@ from dlo_framework.distributed.collectives import (
     broadcast_values,
     is_sent_by_host,
 )
-from dlo_framework.distributed.groups import MeshGroups
+from dlo_framework.distributed.groups import MeshGroups, gloo_group
 from dlo_framework.distributed.launcher import set_collective_timeout
 from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.mesh import MeshSpec
@@ -181,7 +181,18 @@ def _means(rank: int, world_size: int) -> list[tuple[float, float, float]]:
             mean = mean_over_data(trainer, value)
         kept = float(value)
         found.append((float(mean), float(strategy.reduce(value, reduce_op="mean")), kept))
+    _later_runs_use_the_same_groups()
     return found
+
+
+def _later_runs_use_the_same_groups() -> None:
+    first, second = (on({"dp_shard": 2, "ep": 2, "tp": 2}).groups for _ in range(2))
+    assert first.group("tp") is second.group("tp")
+    assert first.expert_group is second.expert_group
+    assert first.expert_group is not first.shard_group  # These have the same ranks, and other messages at one time.
+    control = gloo_group(ZeroStrategy(2))
+    assert gloo_group(ZeroStrategy(3)) is control
+    assert gloo_group(DDPStrategy(timeout=timedelta(seconds=77))) is not control
 
 
 def test_it_is_what_the_strategy_reduces_to_without_a_barrier() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed import collectives
 from dlo_framework.distributed.collectives import HostReceive, backend_of, exchange_limit
+from dlo_framework.distributed.groups import kept_group
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.models.autocast import autocast_dtype
@@ -116,8 +117,7 @@ class Transport:
             ranks = dist.get_process_group_ranks(group)
             limit = group._get_backend(device).options._timeout
             crossings = 1 if len(ranks) == 2 else 3
-            made = [dist.new_group(ranks, timeout=limit, use_local_synchronization=True) for _ in range(2 * crossings)]
-            self._apart = made  # type: ignore[assignment]
+            self._apart = [kept_group(f"crossing {n}", ranks, timeout=limit) for n in range(2 * crossings)]
         self._limit = exchange_limit(group) if backend == "gloo" else None
         self._by_host = collectives.is_sent_by_host(group, device)
         self._is_fake = backend == "fake"

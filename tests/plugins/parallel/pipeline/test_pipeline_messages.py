@@ -63,7 +63,7 @@ def transport_of(rank: int, ranks: int, noted: list[Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(exchange, "backend_of", lambda *_: "nccl")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: list(range(ranks)))
-    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: next(made))
+    monkeypatch.setattr(exchange, "kept_group", lambda *_, **__: next(made))
     monkeypatch.setattr(exchange, "Link", lambda group, peer, *rest: NotingLink(noted, group, peer, rest[-1]))
     return exchange.Transport(group, torch.device("cpu"))
 
@@ -175,7 +175,7 @@ def test_on_nccl_what_comes_and_goes_to_each_neighbour_passes_in_a_group_of_its_
     monkeypatch.setattr(dist, "get_backend", lambda _: name)
     monkeypatch.setattr(dist, "get_rank", lambda _: 1)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
-    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    monkeypatch.setattr(exchange, "kept_group", lambda *_, **__: object())
     transport = Transport(group, torch.device(device))
     ways = [transport.link(peer, incoming=incoming) for peer in (0, 2) for incoming in (False, True)]
     assert len({id(way.group) for way in ways}) == (4 if apart else 1)
