@@ -12,12 +12,13 @@ double precision the rate is that of tensor cores, where they support it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -410,6 +411,17 @@ class FlopCounter:
         if samples:
             self.counts[self._shape] = 0.0 if self._mode.refused else self._mode.get_total_flops() / samples
         self._mode, self.running = None, False
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leaves the operators that run in the block out of the count."""
+        counted = {} if self._mode is None else self._mode.flop_counts["Global"]
+        before = dict(counted)
+        try:
+            yield
+        finally:
+            counted.clear()
+            counted.update(before)
 
     def total(self, samples: Mapping[SampleShape, int]) -> float:
         """Returns the FLOPs of a number of samples of each shape; 0 if those of a shape are not known."""

@@ -200,12 +200,12 @@ def trial_steps(trainer: Trainer, *, own_batches: bool = True, on_device: bool =
         on_device: Whether the copies of tensors stay on their devices, instead of the CPU.
     """
     options: Any = trainer
-    for callback in options.callbacks:
-        if isinstance(callback, RunMonitor):
-            callback.pause()
-        if isinstance(callback, GracefulStop):
-            callback.finish_vote()
     with contextlib.ExitStack() as stack:
+        for callback in options.callbacks:
+            if isinstance(callback, RunMonitor):
+                stack.enter_context(callback.aside())
+            if isinstance(callback, GracefulStop):
+                callback.finish_vote()
         snapshot = Snapshot(trainer, with_loaders=own_batches, on_device=on_device)
         stack.callback(snapshot.restore)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)

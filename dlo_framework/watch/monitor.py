@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
@@ -272,6 +272,21 @@ class RunMonitor(PluginCallback):
             self._window_seconds += time.perf_counter() - self._started
             self._paused = True
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Stops the clock and the count of FLOPs in the block, so that its work does not count.
+
+        In a batch the clock then goes on; before one, the batch starts it.
+        """
+        resumes = self._running is not None and not self._paused
+        self.pause()
+        try:
+            with contextlib.nullcontext() if self.flops is None else self.flops.aside():
+                yield
+        finally:
+            if resumes:
+                self._paused, self._started = False, time.perf_counter()
+
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Remembers the batch, in case it ends the run."""
         self._running = args[1]
@@ -421,7 +436,7 @@ class StepClock(Profiler):
             if self.on_fetch is not None:
                 self.on_fetch(False)
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def profile(self, action_name: str) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]
         """Returns a context that does nothing: fetching is timed through :meth:`start` and :meth:`stop`."""
         return _NOTHING
 
