@@ -53,7 +53,6 @@ ENTRIES = (
     _entry("vocabulary_loss", 3, "--rounds 9 --vocabularies 32768", _SMALL_LOSS),
     _entry("vocabulary_loss", 7, "--rounds 3 --vocabularies 131072", _SMALL_LOSS),
     _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),
-    _entry("preference", 1),
     _entry("collectives", 1, "", "--rounds 1 --elements 100000"),
     _entry("sharding", 5, "--deepspeed", "--deepspeed --rounds 1 --width 64 --depth 2"),
     _entry("deepspeed_bridge", 7, "", "--rounds 1 --width 64 --depth 2 --stages 1"),
