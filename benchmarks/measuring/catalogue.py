@@ -61,7 +61,6 @@ ENTRIES = (
     _entry("remat_execution", 6, "", "--rounds 1 --budgets 1 --models resnet --rows 1"),
     _entry("planner_measured", 15, "", "--rounds 1 --ranks 1 2 --cases 2"),
     _entry("parity_verdicts", 60, "--seeds 10", "--seeds 1 --faults 7 --models gpt2 qwen2_moe vit"),
-    _entry("sweep", 40, "", "--seeds 1 --trials 4 --epochs 1 --kills 2 --rounds 1 --overhead-epochs 1"),
     _entry("chaos", 40, "--trials 50", "--trials 1"),
     _entry("accelerator", 0.2, "", "--size tiny --rounds 1"),
     _entry("breadth", 25, "", "--only gpt2 vit_tiny_patch16_224 --axes tp packing"),
