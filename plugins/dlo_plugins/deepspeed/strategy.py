@@ -585,12 +585,11 @@ def _alone(source: str) -> str:
 
 def _has_schedule(module: Any) -> bool:
     """Returns whether a module configures a learning-rate scheduler, as far as that is known without a run."""
+    from dlo_plugins.schedules.lr_curves import configured_schedulers
+
     try:
         twin = module.on_meta() if isinstance(module, Task) else module
         configured = twin.configure_optimizers()
     except Exception:  # A user's code may need the trainer; dlo's tasks do for the length of their schedule.
         return ModuleDescription(module).schedule not in ("constant", None)
-    if isinstance(configured, dict):
-        return configured.get("lr_scheduler") is not None
-    schedulers = configured[1] if isinstance(configured, tuple) and len(configured) == 2 else None
-    return isinstance(schedulers, list) and bool(schedulers)
+    return bool(configured_schedulers(configured))

@@ -193,14 +193,13 @@ def find_schedulers(module: Any, trainer: Any) -> list[str]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             own = fake_copy(built)
             own._trainer = _BeforeData(trainer)
-            schedulers = [
-                one["scheduler"] if isinstance(one, dict) else one for one in _schedulers(own.configure_optimizers())
-            ]
+            configured = configured_schedulers(own.configure_optimizers())
+            schedulers = [one["scheduler"] if isinstance(one, dict) else one for one in configured]
             return [type(scheduler).__name__ for scheduler in schedulers]
     return []
 
 
-def _schedulers(configured: Any) -> list[Any]:
+def configured_schedulers(configured: Any) -> list[Any]:
     """Returns the schedulers in one of the forms that ``configure_optimizers`` may return in Lightning."""
     if isinstance(configured, dict):
         return [configured["lr_scheduler"]] if configured.get("lr_scheduler") is not None else []
@@ -209,7 +208,7 @@ def _schedulers(configured: Any) -> list[Any]:
     if len(configured) == 2 and isinstance(configured[0], list | tuple):
         given = configured[1]
         return list(given) if isinstance(given, list | tuple) else [given]
-    return [scheduler for one in configured for scheduler in _schedulers(one) if isinstance(one, dict)]
+    return [scheduler for one in configured for scheduler in configured_schedulers(one) if isinstance(one, dict)]
 
 
 Decay = Literal["linear", "cosine", "sqrt", "exponential"]

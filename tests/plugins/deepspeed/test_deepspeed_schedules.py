@@ -234,6 +234,11 @@ class Scheduled(ForeignTask):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 
+class InAList(Scheduled):
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers()]
+
+
 class ByTrainer(ForeignTask):
     """Its schedule needs the run's length, as those of dlo's tasks do."""
 
@@ -258,7 +263,7 @@ def test_a_callback_that_sets_the_rate(tmp_path: Path) -> None:
     bridge(tmp_path, optimizer=ADAM).check_model(ForeignTask(), callbacks=[OneCycle()])
 
 
-@pytest.mark.parametrize("task", [Scheduled, ByTrainer])
+@pytest.mark.parametrize("task", [Scheduled, InAList, ByTrainer])
 def test_an_optimizer_alone_under_a_tasks_schedule(tmp_path: Path, task: Any) -> None:
     with pytest.raises(DloError, match=r"ours.json: optimizer and scheduler must be set together .* add a scheduler"):
         bridge(tmp_path, optimizer=ADAM).check_model(task())
