@@ -21,7 +21,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from chaos_runs.trials import FAULTS, NODE, RUNS, Trial, carry_out, draw, left_alone
+from chaos_runs.trials import FAULTS, NODE, RUNS, Trial, carry_out, draw, import_all, left_alone
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
@@ -38,11 +38,13 @@ def main() -> int:
     parser.add_argument(
         "--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="of runs that are not elastic"
     )
-    parser.add_argument("--warm", action="store_true", help="fork processes from one that has imported torch: sooner")
+    parser.add_argument("--warm", action="store_true", help="fork processes from one that has imported all: sooner")
     parser.add_argument("--folder", type=Path, default=Path("runs") / "chaos")
     options = parse_options(parser, __file__)
     # A shell has its background jobs ignore Ctrl-C, and the runs would too. What is handled here is not ignored there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if options.warm:
+        import_all()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     expected = {}

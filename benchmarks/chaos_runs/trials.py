@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.dlo_process import DloProcess
 from support.launchers import free_port
+from support.rank_server import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.py")
@@ -283,6 +287,20 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
+
+
+def import_all() -> None:
+    """Imports what runs do, and makes warm ones forks of this process; each would spend seconds on it otherwise."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for devices where it is not told, and warns.
+    for entry in metadata.distribution("dlo_framework").entry_points:
+        if entry.group.startswith("dlo_framework.plugins"):
+            entry.load()
+    for name in ("dlo_framework.cli.lightning_cli", "sklearn.datasets", "tensorboard", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
+    importlib.import_module("deepspeed.runtime.engine")
+    del os.environ["DS_ACCELERATOR"]
+    gc.freeze()
+    fork_server([])
 
 
 def left_alone(folder: Path, run: str, epochs: int, warm: bool = False, seconds: float = 600) -> dict[str, Any]:
