@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.testing.record import gather_full_weights
 from support.trainers import QUIET
 
 WIDTH, STEPS, BATCH = 6, 4, 8
@@ -124,9 +127,7 @@ class WithAdafactor(Module):
         return torch.optim.Adafactor(self.net.parameters(), lr=0.02)
 
 
-def alone(
-    module: Any, epochs: int = 1, parts: int = 1, clip: float | None = None, accumulate: int = 1
-) -> dict[str, Tensor]:
+def alone(module: Any, epochs: int = 1, parts: int = 1, accumulate: int = 1) -> dict[str, Tensor]:
     """Returns the weights that one process in plain torch comes to."""
     optimizer = module.configure_optimizers()
     batches = data() * epochs
@@ -137,8 +138,6 @@ def alone(
             (module.loss((inputs, targets)) / parts / accumulate).backward()
         if count % accumulate:
             continue
-        if clip is not None:
-            torch.nn.utils.clip_grad_value_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return module.state_dict()
@@ -149,3 +148,21 @@ def differ(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     if found.keys() != expected.keys():
         return float("nan")
     return max(float((found[name] - value).abs().max()) for name, value in expected.items() if value.numel())
+
+
+def fit(rank: int, world: int, module: Any, strategy: Any, resume: Path | None = None, **options: Any) -> Trainer:
+    """Trains a module on this rank's batches, with checkpoints as those of `dlo fit`."""
+    run = trainer(world, strategy, **options)
+    use_canonical_checkpoints(run)
+    run.fit(module, mine(rank, world), ckpt_path=resume)
+    return run
+
+
+def check_fit(
+    rank: int, world: int, module: Any, strategy: Any, expected: dict[str, Tensor], near: float = 1e-6, **options: Any
+) -> Trainer:
+    """Trains a module, and asserts that its weights are the expected ones."""
+    run = fit(rank, world, module, strategy, **options)
+    weights = gather_full_weights(run)
+    assert rank or differ(weights, expected) < near, strategy
+    return run

@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_framework.distributed.optimizer_steps import prefer_fused
-from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.run.resume import ExactResume
-from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import Module, differ, mine, trainer
+from support.fsdp_nets import Module, differ, fit
+from support.on_ranks import on_ranks
 
 MAKERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
@@ -110,50 +110,25 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def _run(strategy: Any, module: Module, save: Path | None = None, resume: Path | None = None, **options: Any) -> Any:
-    run = trainer(1, strategy, max_steps=4, callbacks=[ExactResume()], **options)
-    use_canonical_checkpoints(run)
-    run.fit(module, mine(0, 1), ckpt_path=resume)
-    if save is not None:
-        run.save_checkpoint(save)
-    return run
+def run(strategy: str, module: Module, **options: Any) -> Any:
+    return fit(0, 1, module, STRATEGIES[strategy](), callbacks=[ExactResume()], **options)
 
 
-def _clipped(folder: Path) -> dict[str, Any]:
-    """Returns, of each strategy under bf16-mixed with clipping, the weights of the fused step and of the other."""
-    found = {}
-    for name, make in STRATEGIES.items():
-        both = []
-        for kind in (Fused, Module):
-            run = _run(make(), kind(), precision="bf16-mixed", gradient_clip_val=0.1)
-            both.append(gather_full_weights(run))
-        found[name] = differ(*both)
-    return found
+@on_ranks(1)
+def test_it_is_clipped_under_autocast(rank: int, world_size: int) -> None:
+    for name in STRATEGIES:
+        options = {"precision": "bf16-mixed", "gradient_clip_val": 0.1}
+        both = [gather_full_weights(run(name, kind(), **options)) for kind in (Fused, Module)]
+        assert differ(*both) < 1e-5, name
 
 
-def _resumed(folder: Path) -> dict[str, Any]:
-    """Returns how runs that go on from each other's checkpoints step, and how far they are from one that was whole."""
-    found = {}
-    whole = gather_full_weights(_run("auto", Module()))
+@on_ranks(1)
+def test_it_goes_on_from_any_checkpoint(rank: int, world_size: int, folder: Path) -> None:
+    whole = gather_full_weights(run("one device", Module()))
     for first, second in (("one device", "zero2"), ("zero2", "one device"), ("zero3", "fsdp"), ("fsdp", "zero2")):
-        saved = trainer(1, STRATEGIES[first](), max_steps=2, callbacks=[ExactResume()])
-        use_canonical_checkpoints(saved)
-        saved.fit(Module(), mine(0, 1))
-        saved.save_checkpoint(folder / f"{first}-{second}")
-        run = _run(STRATEGIES[second](), Module(), resume=folder / f"{first}-{second}")
-        fused = {bool(group["fused"]) for group in run.strategy.optimizers[0].param_groups}
-        found[f"{first} to {second}"] = fused, differ(gather_full_weights(run), whole)
-    return found
-
-
-def _one_rank(rank: int, world_size: int, folder: Path) -> Any:
-    return _clipped(folder), _resumed(folder)
-
-
-def test_it_is_clipped_under_autocast_and_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
-    ((clipped, resumed),) = run_distributed(_one_rank, 1, tmp_path, timeout=200)
-    for name, difference in clipped.items():
-        assert difference < 1e-5, name
-    for name, (fused, difference) in resumed.items():
-        assert fused == {name.endswith("zero2")}, name
-        assert difference < 1e-5, name
+        path = folder / f"{first}-{second}"
+        run(first, Module(), max_steps=2).save_checkpoint(path)
+        resumed = run(second, Module(), resume=path)
+        fused = {bool(group["fused"]) for group in resumed.strategy.optimizers[0].param_groups}
+        assert fused == {second == "zero2"}, path
+        assert differ(gather_full_weights(resumed), whole) < 1e-5, path

@@ -17,7 +17,7 @@ from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from support.fsdp_nets import WIDTH, differ, mine, trainer
+from support.fsdp_nets import WIDTH, differ, fit
 
 STRATEGIES = {"zero3": lambda: ZeroStrategy(3), "fsdp": FSDPStrategy}
 
@@ -101,9 +101,7 @@ def _trained(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for name, strategy in STRATEGIES.items():
         for kind in (Without, Bare, Twice):
-            run = trainer(world, strategy())
-            run.fit(kind(), mine(rank, world))
-            found[f"{name} {kind.__name__}"] = gather_full_weights(run)
+            found[f"{name} {kind.__name__}"] = gather_full_weights(fit(rank, world, kind(), strategy()))
     return found
 
 
@@ -111,7 +109,7 @@ def test_a_task_without_blocks_trains_sharded_as_in_one_process() -> None:
     found = run_distributed(_trained, 2)[0]
     for kind in (Without, Bare, Twice):
         task, before = kind(), made(kind).state_dict()
-        trainer(1, "auto").fit(task, mine(0, 1))
+        fit(0, 1, task, "auto")
         expected = task.state_dict()
         assert all(not torch.equal(before[name], value) for name, value in expected.items())
         for name in STRATEGIES:

@@ -136,9 +136,7 @@ def _left_out(rank: int, world: int) -> dict[str, Any]:
             scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
             half = [MixedPrecision("16-mixed", "cpu", scaler)] if "scaler" in case else []
             clipping = {"gradient_clip_val": 1e9, "gradient_clip_algorithm": clip}
-            run = trainer(
-                world, make(), max_steps=len(own), max_epochs=1, callbacks=callbacks, plugins=half, **clipping
-            )
+            run = trainer(world, make(), max_steps=len(own), callbacks=callbacks, plugins=half, **clipping)
             try:
                 run.fit(task(name, kind), Batches(own))
                 weights = {key: value for key, value in gather_full_weights(run).items() if key.startswith("model.")}

@@ -11,11 +11,10 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
-from dlo_framework.testing import RankFailed, run_distributed
+from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
@@ -23,7 +22,9 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.stochastic_rounding import StochasticSteps, element_indices, hash_bits, round_stochastically
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import Module, WithAdafactor, mine, trainer
+from support import fsdp_nets
+from support.fsdp_nets import Module, WithAdafactor, trainer
+from support.on_ranks import on_ranks
 
 HALF, RATE, MOMENTUM = torch.bfloat16, 2.0**-9, 0.5
 STRATEGIES: dict[str, Any] = {
@@ -69,12 +70,9 @@ class Exact(Module):
         return torch.optim.SGD(self.net.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
-def fit(rank: int, world: int, module: Any, strategy: Any, resume: Path | None = None, **options: Any) -> Any:
+def fit(rank: int, world: int, module: Any, strategy: Any, **options: Any) -> Any:
     seed_everything(5, verbose=False)
-    run = trainer(world, strategy, **({"precision": "bf16-mixed"} | options))
-    use_canonical_checkpoints(run)
-    run.fit(module, mine(rank, world), ckpt_path=resume)
-    return run
+    return fsdp_nets.fit(rank, world, module, strategy, **{"precision": "bf16-mixed"} | options)
 
 
 def expected(steps: int) -> dict[str, Tensor]:
@@ -107,13 +105,8 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
     for name, make in STRATEGIES.items():
         run = fit(rank, world, Exact(), make(bf16_weights="stochastic"), max_epochs=2)
         found[name] = gather_full_weights(run)
-        found[f"{name}, state"] = {
-            value.dtype
-            for one in run.optimizers
-            for state in one.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        }
+        states = [state for one in run.optimizers for state in one.state.values()]
+        found[f"{name}, state"] = {v.dtype for state in states for v in state.values() if isinstance(v, Tensor)}
     window: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     for name, kind in TRAINED:
         make, module = STRATEGIES[name], Module()
@@ -136,12 +129,10 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
         fit(rank, world, early, make(bf16_weights="stochastic"), callbacks=[OptimizerInBackward()])
         found[name, "in backward"] = early.losses == ordinary.losses, len(set(early.losses)) > 1
     for name in ("fsdp", "zero3"):
-        make, moved = STRATEGIES[name], Module()
-        fit(
-            rank, world, moved, make(bf16_weights="stochastic"), max_epochs=3, resume=folder / "zero2 masters", **window
-        )
+        make, moved, full = STRATEGIES[name], Module(), WithAdafactor()
+        options = {"max_epochs": 3, "resume": folder / "zero2 masters", **window}
+        fit(rank, world, moved, make(bf16_weights="stochastic"), **options)
         found[name, "moved"] = moved.losses
-        full = WithAdafactor()
         fit(rank, world, full, make(bf16_weights="stochastic"), max_epochs=2)
         found[name, "full tensors"] = full.losses
     return found
@@ -163,9 +154,7 @@ def test_every_strategy_rounds_alike_and_resumes_to_the_bit(tmp_path: Path) -> N
     found = run_distributed(_train, 2, tmp_path, timeout=280)[0]
     alone = run_distributed(_alone, 1, backend=None)[0]
     wanted = expected(8)
-    assert any(
-        not torch.equal(value, other) for value, other in zip(wanted.values(), expected(7).values(), strict=True)
-    )
+    assert not _equal(wanted, expected(7))
     for name in STRATEGIES:
         assert _equal(found[name], wanted), name
         assert found[f"{name}, state"] == {torch.float32}, name
@@ -216,11 +205,6 @@ def test_what_does_not_fit_is_refused_before_processes_start(make: Any, precisio
         trainer(2, make(), precision=precision)
 
 
-def test_an_optimizer_that_mixes_tensors_is_refused() -> None:
-    with pytest.raises(RankFailed, match=r"stochastic must update each tensor without the others, got Mixing"):
-        run_distributed(_mixing, 1, backend=None)
-
-
 class Mixing(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         found = closure() if closure is not None else None
@@ -237,8 +221,10 @@ class WithMixing(Module):
         return Mixing(self.net.parameters(), lr=1e-3)
 
 
-def _mixing(rank: int, world: int) -> None:
-    fit(0, 1, WithMixing(), FSDPStrategy(bf16_weights="stochastic"))
+@on_ranks(1, backend=None)
+def test_an_optimizer_that_mixes_tensors_is_refused(rank: int, world: int) -> None:
+    with pytest.raises(DloError, match=r"stochastic must update each tensor without the others, got Mixing"):
+        fit(0, 1, WithMixing(), FSDPStrategy(bf16_weights="stochastic"))
 
 
 # --- stochastic rounding keeps the value in the mean, and its bits depend on the element's place alone ---------------

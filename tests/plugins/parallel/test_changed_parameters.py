@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +15,14 @@ from torch import nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
-from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import WIDTH, Module, differ, mine, trainer
+from support.fsdp_nets import WIDTH, Module, differ, fit, mine, trainer
+from support.on_ranks import on_ranks
 
 
 class Unfreeze(Callback):
@@ -61,43 +61,6 @@ class All(Module):
         return torch.optim.Adam(self.parameters(), lr=self.rate)
 
 
-RUNS: dict[str, Any] = {"a callback": (All, Unfreeze), "Lightning's": (Later, Finetuning)}
-TRAINS: dict[str, Any] = {
-    "a callback": (DataParallelStrategy, FSDPStrategy),
-    "Lightning's": (DataParallelStrategy,),
-}
-REFUSES = (lambda: ZeroStrategy(3), lambda: DeepSpeedBridge(stage=1))
-
-
-def _weights(run: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Returns the weights: under ddp each rank's own, else the gathered ones on the first rank."""
-    return module.state_dict() if isinstance(run.strategy, DataParallelStrategy) else gather_full_weights(run)
-
-
-def what_is_unfrozen_trains_as_in_one_process_or_is_refused(rank: int, world: int, folder: Path) -> None:
-    for name, (kind, callback) in RUNS.items():
-        alone = kind()
-        trainer(1, "auto", max_epochs=2, callbacks=[callback()]).fit(alone, mine(0, 1))
-        expected = {key: value.clone() for key, value in alone.state_dict().items()}
-        for strategy in TRAINS[name]:
-            run, module = trainer(world, strategy(), max_epochs=2, callbacks=[callback()]), kind()
-            run.fit(module, mine(rank, world))
-            weights = _weights(run, module) or expected
-            assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-5, name
-    thawed = "net.stem.bias.*net.stem.weight"
-    later = "which shards them first, got Finetuning of Lightning, which looks"
-    both = "where a communication hook compresses gradients, got net.stem.weight, net.stem.bias"
-    compressed = [Unfreeze(), GradientCompression("fp16")]
-    for strategy, kind, callbacks, message in (
-        *((strategy, All, [Unfreeze()], thawed) for strategy in REFUSES),
-        (DataParallelStrategy, All, compressed, both),
-        (lambda: ZeroStrategy(1), Later, [Finetuning()], f"under ZeroStrategy, {later}"),
-        (FSDPStrategy, Later, [Finetuning()], f"under FSDPStrategy, {later}"),
-    ):
-        with pytest.raises(DloError, match=message):
-            trainer(world, strategy(), max_epochs=2, callbacks=callbacks).fit(kind(), mine(rank, world))
-
-
 class Clip(Callback):
     """Bounds the weights after each step, as Wasserstein GANs' critics do; in place, or by assignment."""
 
@@ -123,38 +86,6 @@ def _prune(module: Any, resets: bool = False) -> ModelPruning:
     )
 
 
-WRITERS: dict[str, Any] = {"clip": lambda module: Clip(), "assign": lambda module: Clip(assigns=True), "prune": _prune}
-WRITES: dict[str, Any] = {
-    "clip": (lambda: ZeroStrategy(2), FSDPStrategy, lambda: MeshStrategy(dp_replicate=2)),
-    "assign": (lambda: ZeroStrategy(3),),
-    "prune": (DataParallelStrategy, lambda: ZeroStrategy(1)),
-}
-
-
-def what_a_callback_writes_is_as_in_one_process_or_is_refused(rank: int, world: int, folder: Path) -> None:
-    for name, callback in WRITERS.items():
-        alone = All()
-        trainer(1, "auto", max_epochs=2, callbacks=[callback(alone)]).fit(alone, mine(0, 1))
-        expected = {key: value.clone() for key, value in alone.state_dict().items()}
-        for strategy in WRITES[name]:
-            module = All()
-            run = trainer(world, strategy(), max_epochs=2, callbacks=[callback(module)])
-            run.fit(module, mine(rank, world))
-            weights = _weights(run, module) or expected
-            assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-5, name
-    pruned = "must not be pruned between steps, got ModelPruning; use"
-    assigned = "must be written in place between steps, got net."
-    for strategy, callback, message in (
-        (lambda: ZeroStrategy(3), _prune, pruned),
-        (FSDPStrategy, _prune, pruned),
-        (lambda: ZeroStrategy(2), lambda module: Clip(assigns=True), assigned),
-        (lambda: ZeroStrategy(1), lambda module: _prune(module, resets=True), assigned),
-    ):
-        module = All()
-        with pytest.raises(DloError, match=message):
-            trainer(world, strategy(), max_epochs=2, callbacks=[callback(module)]).fit(module, mine(rank, world))
-
-
 class ScalesGradients(Callback):
     """Halves the parameters' gradients from the third step on."""
 
@@ -171,23 +102,61 @@ class AddsGroup(Callback):
         trainer.optimizers[0].add_param_group({"params": [next(pl_module.parameters())]})
 
 
-HALF = {"precision": "bf16-mixed"}
-GRADIENTS, GROUP = "must be read and changed through the optimizer", "from add_param_group"
-#: Strategies, callbacks, options of the trainer, and the error.
-LOST: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (lambda: ZeroStrategy(1), ScalesGradients, {}, GRADIENTS),
-    (lambda: DeepSpeedBridge(stage=3), ScalesGradients, {}, GRADIENTS),
-    (lambda: ZeroStrategy(2), AddsGroup, {}, GROUP),
-    (lambda: DeepSpeedBridge(stage=2), AddsGroup, {}, GROUP),
-    (lambda: ZeroStrategy(3, param_dtype="bfloat16"), Clip, HALF, "must be gathered in torch.float32"),
-    (lambda: DeepSpeedBridge(stage=1), Clip, HALF, "must be written by its optimizer alone"),
+#: Modules, callbacks by module, and strategies under which they train as in one process.
+ALIKE: list[tuple[type[Module], Any, tuple[Any, ...]]] = [
+    (All, lambda _: Unfreeze(), (DataParallelStrategy, FSDPStrategy)),
+    (Later, lambda _: Finetuning(), (DataParallelStrategy,)),
+    (All, lambda _: Clip(), (partial(ZeroStrategy, 2), FSDPStrategy, partial(MeshStrategy, dp_replicate=2))),
+    (All, lambda _: Clip(assigns=True), (partial(ZeroStrategy, 3),)),
+    (All, _prune, (DataParallelStrategy, partial(ZeroStrategy, 1))),
 ]
 
 
-def what_would_be_lost_is_refused(rank: int, world: int, folder: Path) -> None:
-    for strategy, callback, options, message in LOST:
+@on_ranks(2)
+def test_what_callbacks_unfreeze_or_write_trains_as_in_one_process(rank: int, world: int) -> None:
+    for kind, callback, strategies in ALIKE:
+        alone = kind()
+        fit(0, 1, alone, "auto", max_epochs=2, callbacks=[callback(alone)])
+        expected = {key: value.clone() for key, value in alone.state_dict().items()}
+        for strategy in strategies:
+            module = kind()
+            run = fit(rank, world, module, strategy(), max_epochs=2, callbacks=[callback(module)])
+            # Under ddp each rank's own weights, else the gathered ones on the first rank.
+            weights = module.state_dict() if strategy is DataParallelStrategy else gather_full_weights(run) or expected
+            assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-5, strategy
+
+
+HALF = {"precision": "bf16-mixed"}
+THAWED, LATER = "net.stem.bias.*net.stem.weight", "which shards them first, got Finetuning of Lightning, which looks"
+BOTH = "where a communication hook compresses gradients, got net.stem.weight, net.stem.bias"
+PRUNED, ASSIGNED = "must not be pruned between steps, got ModelPruning; use", "in place between steps, got net."
+GRADIENTS, GROUP = "must be read and changed through the optimizer", "from add_param_group"
+#: Strategies, modules, callbacks by module, options of the trainer, and the error.
+REFUSED: list[tuple[Any, type[Module], Any, dict[str, Any], str]] = [
+    (partial(ZeroStrategy, 3), All, lambda _: [Unfreeze()], {}, THAWED),
+    (partial(DeepSpeedBridge, stage=1), All, lambda _: [Unfreeze()], {}, THAWED),
+    (DataParallelStrategy, All, lambda _: [Unfreeze(), GradientCompression("fp16")], {}, BOTH),
+    (partial(ZeroStrategy, 1), Later, lambda _: [Finetuning()], {}, f"under ZeroStrategy, {LATER}"),
+    (FSDPStrategy, Later, lambda _: [Finetuning()], {}, f"under FSDPStrategy, {LATER}"),
+    (partial(ZeroStrategy, 3), All, lambda module: [_prune(module)], {}, PRUNED),
+    (FSDPStrategy, All, lambda module: [_prune(module)], {}, PRUNED),
+    (partial(ZeroStrategy, 2), All, lambda _: [Clip(assigns=True)], {}, ASSIGNED),
+    (partial(ZeroStrategy, 1), All, lambda module: [_prune(module, resets=True)], {}, ASSIGNED),
+    (partial(ZeroStrategy, 1), Module, lambda _: [ScalesGradients()], {}, GRADIENTS),
+    (partial(DeepSpeedBridge, stage=3), Module, lambda _: [ScalesGradients()], {}, GRADIENTS),
+    (partial(ZeroStrategy, 2), Module, lambda _: [AddsGroup()], {}, GROUP),
+    (partial(DeepSpeedBridge, stage=2), Module, lambda _: [AddsGroup()], {}, GROUP),
+    (partial(ZeroStrategy, 3, param_dtype="bfloat16"), Module, lambda _: [Clip()], HALF, "gathered in torch.float32"),
+    (partial(DeepSpeedBridge, stage=1), Module, lambda _: [Clip()], HALF, "must be written by its optimizer alone"),
+]
+
+
+@on_ranks(2)
+def test_what_would_be_lost_is_refused(rank: int, world: int) -> None:
+    for strategy, kind, callbacks, options, message in REFUSED:
+        module = kind()
         with pytest.raises(DloError, match=message):
-            trainer(world, strategy(), callbacks=[callback()], **options).fit(Module(), mine(rank, world))
+            fit(rank, world, module, strategy(), max_epochs=2, callbacks=callbacks(module), **options)
 
 
 # several optimizers stepped by hand, and never toggled: each one's gradients are its own, under every strategy
@@ -265,7 +234,8 @@ class Toggled(TwoTasks):
         self.manual_backward(self.probe(batch[0]).square().mean())
 
 
-def each_optimizer_steps_what_was_gathered_for_it(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_each_optimizer_steps_what_was_gathered_for_it(rank: int, world: int) -> None:
     for kind in (TwoTasks, WholeTensors):
         alone = kind()
         trainer(1, "auto", **EVALUATED).fit(alone, mine(0, 1), mine(0, 1))
@@ -281,24 +251,11 @@ def each_optimizer_steps_what_was_gathered_for_it(rank: int, world: int, folder:
             assert rank or differ(weights, expected) < 1e-6, (kind, name)
 
 
-def plain_data_parallelism_names_parameters_without_a_gradient(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_plain_data_parallelism_names_parameters_without_a_gradient(rank: int, world: int) -> None:
     """It wants all gradients in each backward where it is told not to look for them."""
     for kind in (TwoTasks, Toggled):
         with pytest.raises(DloError) as error:
-            trainer(world, DataParallelStrategy(find_unused_parameters=False)).fit(kind(), mine(rank, world))
+            fit(rank, world, kind(), DataParallelStrategy(find_unused_parameters=False))
         assert "got none for slow.weight, slow.bias, probe.weight, probe.bias" in str(error.value)
         assert "ddp_find_unused_parameters_true" in str(error.value)
-
-
-CHECKS = (
-    what_a_callback_writes_is_as_in_one_process_or_is_refused,
-    what_is_unfrozen_trains_as_in_one_process_or_is_refused,
-    what_would_be_lost_is_refused,
-    each_optimizer_steps_what_was_gathered_for_it,
-    plain_data_parallelism_names_parameters_without_a_gradient,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_holds_on_two_ranks(check: Any, tmp_path: Path) -> None:
-    run_distributed(check, 2, tmp_path, timeout=290)

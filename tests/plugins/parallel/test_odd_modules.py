@@ -178,7 +178,7 @@ SOME: dict[str, tuple[str, ...]] = {
     "ZBV": ("checkpointed by the net", "hook on weights"),
     "Varuna": ("one batch norm object", "loss of what hooks collect", "writes to its input"),
     "zero3": ("gradient penalty", "hook on weights", "momentum encoder"),
-    "fsdp": ("sharpness", "swapped for validation", "prototypes of data"),
+    "fsdp": ("sharpness", "swapped for validation", "prototypes of data", "integer"),
     "deepspeed3": ("assigned between steps",),
 }
 

@@ -26,7 +26,8 @@ from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.fsdp.torch_fsdp import ComplexReduceScatter
 from dlo_plugins.parallel.mesh.parallelize import ParallelState
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import WIDTH, Block, Module, alone, data, differ, mine, trainer
+from support.fsdp_nets import WIDTH, Block, Module, alone, check_fit, data, fit, mine, trainer
+from support.on_ranks import on_ranks
 
 STRATEGIES = {
     "ddp": DataParallelStrategy,
@@ -78,27 +79,24 @@ class Copied(Module):
         return Copying(self.parameters())
 
 
-def state_of_a_constructor_that_cannot_be_divided_is_refused(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_state_of_a_constructor_that_cannot_be_divided_is_refused(rank: int, world: int) -> None:
     for name in ("zero1", "fsdp"):
         with pytest.raises(DloError) as error:
-            trainer(world, STRATEGIES[name]()).fit(Copied(), mine(rank, world))
+            fit(rank, world, Copied(), STRATEGIES[name]())
         told = str(error.value)
         assert "must be made in its first step, or be one value a tensor, got 'first' of '" in told
         assert told.endswith("from Copying's constructor; make it in step()")
 
 
-def each_strategy_goes_on_from_another_with_scalars_and_state_of_a_constructor(
-    rank: int, world: int, folder: Path
-) -> None:
-    """Each from a checkpoint of the one before."""
+@on_ranks(2)
+def test_each_strategy_goes_on_from_the_one_before(rank: int, world: int, folder: Path) -> None:
+    """With scalars, and state that a constructor has made."""
     expected, held = alone(Summed(), epochs=2), {}
     for first, then in zip(STRATEGIES, [*list(STRATEGIES)[1:], "ddp"], strict=True):
-        for name, epochs, path in ((first, 1, None), (then, 2, folder / f"{first}.ckpt")):
-            run = trainer(world, STRATEGIES[name](), max_epochs=epochs)
-            run.fit(Summed(), mine(rank, world), ckpt_path=path)
-            run.save_checkpoint(folder / f"{name}.ckpt")
-        weights = gather_full_weights(run)
-        assert rank or differ(weights, expected) < 1e-6, (first, then)
+        half = folder / f"{first}.ckpt"
+        fit(rank, world, Summed(), STRATEGIES[first]()).save_checkpoint(half)
+        run = check_fit(rank, world, Summed(), STRATEGIES[then](), expected, resume=half, max_epochs=2)
         states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
         held[then] = sum(value.numel() for state in states for value in state.values())
     assert max(held[name] for name in ("zero1", "zero3", "fsdp")) <= 0.6 * held["ddp"]
@@ -116,9 +114,7 @@ class Normed(Module):
 
 
 #: Not ``ddp``: torch's own wrapper shares its buffers.
-SHARING = {name: strategy for name, strategy in STRATEGIES.items() if name != "ddp"} | {
-    "deepspeed": lambda: DeepSpeedBridge(1)
-}
+SHARING = (*list(STRATEGIES.values())[1:], lambda: DeepSpeedBridge(1))
 
 
 class Oddly(Module):
@@ -131,16 +127,16 @@ class Oddly(Module):
         net.register_buffer("scale", torch.full((1,), 1 + rank).expand(20_000))
 
 
-def slices_and_expanded_buffers_are_shared_too(rank: int, world: int, folder: Path) -> None:
-    for name, strategy in SHARING.items():
-        run, module = trainer(world, strategy()), Oddly()
-        run.fit(module, mine(rank, world))
-        state = run.strategy.lightning_module_state_dict()
+@on_ranks(2)
+def test_slices_and_expanded_buffers_are_shared_too(rank: int, world: int) -> None:
+    for strategy in SHARING:
+        state = fit(rank, world, Oddly(), strategy()).strategy.lightning_module_state_dict()
         part, scale = state["net.part"], state["net.scale"]
-        assert (float(part.abs().max()), float(scale.min()), float(scale.max())) == (0.0, 1.0, 1.0), name
+        assert (float(part.abs().max()), float(scale.min()), float(scale.max())) == (0.0, 1.0, 1.0), strategy
 
 
-def a_run_validates_what_its_checkpoints_hold(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_run_validates_what_its_checkpoints_hold(rank: int, world: int) -> None:
     found = set()
     for name, strategy in STRATEGIES.items():
         run, module = trainer(world, strategy(), limit_val_batches=1.0), Normed()
@@ -177,20 +173,13 @@ class Whole(Module):
 def zero_redundancy_optimizer(rank: int, world: int, folder: Path) -> tuple[int, float]:
     """Saves it and goes on, with plain AdamW too; returns the bytes of its state on this rank and those reported."""
     report, module = StateReport(), Shared()
-    run = trainer(world, DataParallelStrategy(), max_epochs=2, callbacks=[report])
-    run.fit(module, mine(rank, world))
-    weights, held = gather_full_weights(run), optimizer_bytes(run.optimizers)
-    half = trainer(world, DataParallelStrategy())
-    half.fit(Shared(), mine(rank, world))
-    half.save_checkpoint(folder / "half.ckpt")
+    expected = alone(Whole(), epochs=2)
+    run = check_fit(rank, world, module, DataParallelStrategy(), expected, max_epochs=2, callbacks=[report])
+    fit(rank, world, Shared(), DataParallelStrategy()).save_checkpoint(folder / "half.ckpt")
     for make in (Shared, Whole):
-        resumed = trainer(world, DataParallelStrategy(), max_epochs=2)
-        resumed.fit(make(), mine(rank, world), ckpt_path=folder / "half.ckpt")
-        gathered = gather_full_weights(resumed)
-        assert resumed.global_step == 8
-        assert rank or differ(gathered, weights) < 1e-6
-    assert rank or differ(weights, alone(Whole(), epochs=2)) < 1e-6
-    return held, report.found.optimizer
+        half = {"resume": folder / "half.ckpt", "max_epochs": 2}
+        assert check_fit(rank, world, make(), DataParallelStrategy(), expected, **half).global_step == 8
+    return optimizer_bytes(run.optimizers), report.found.optimizer
 
 
 def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(tmp_path: Path) -> None:
@@ -205,14 +194,14 @@ def test_zero_redundancy_optimizer_is_counted_on_each_rank_by_itself(tmp_path: P
 
 
 UNITS = ["net.blocks.*", "net.filter"]
-DIVIDING = {
-    "ddp": DataParallelStrategy,
-    "zero1": lambda: ZeroStrategy(1),
-    "zero3": lambda: ZeroStrategy(3),
-    "fsdp": lambda: FSDPStrategy(units=UNITS),
-    "hsdp": lambda: FSDPStrategy(replicate=2, shard=1, units=UNITS),
-    "fsdp in float32": lambda: FSDPStrategy(units=UNITS, reduce_dtype="float32"),
-}
+DIVIDING = (
+    DataParallelStrategy,
+    lambda: ZeroStrategy(1),
+    lambda: ZeroStrategy(3),
+    lambda: FSDPStrategy(units=UNITS),
+    lambda: FSDPStrategy(replicate=2, shard=1, units=UNITS),
+    lambda: FSDPStrategy(units=UNITS, reduce_dtype="float32"),
+)
 
 
 class Filter(nn.Module):
@@ -240,40 +229,37 @@ class Spectral(Module):
         return nn.functional.cross_entropy(logits, batch[1])
 
 
-def they_train_under_each_strategy_as_alone(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_they_train_under_each_strategy_as_alone(rank: int, world: int) -> None:
     expected = alone(Spectral())
     moved = {name: float((value - expected[name]).abs().max()) for name, value in Spectral().state_dict().items()}
     assert min(moved.values()) > 1e-3
-    for name, strategy in DIVIDING.items():
-        run = trainer(world, strategy())
-        run.fit(Spectral(), mine(rank, world))
-        weights = gather_full_weights(run)
-        assert rank or differ(weights, expected) < 1e-6, name
+    for strategy in DIVIDING:
+        check_fit(rank, world, Spectral(), strategy(), expected)
 
 
-def scalars_gradients_are_averaged_in_a_dtype_that_holds_them(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_scalars_gradients_are_averaged_in_a_dtype_that_holds_them(rank: int, world: int) -> None:
     """One is complex, the other too fine for single precision."""
-    module, run = Spectral(), trainer(world, FSDPStrategy(units=UNITS))
-    run.fit(module, mine(rank, world))
-    sharded, phase, temperature = (
-        ParallelState.of(module).sharded,
-        module.net.filter.phase,
-        module.net.temperature,
-    )
+    module = Spectral()
+    fit(rank, world, module, FSDPStrategy(units=UNITS))
+    phase, temperature = module.net.filter.phase, module.net.temperature
     phase.grad, temperature.grad = torch.full_like(phase, 2 + 6j * rank), torch.full_like(temperature, 1 + rank * 2e-12)
-    sharded.average_gradients()
+    ParallelState.of(module).sharded.average_gradients()
     assert complex(phase.grad) == 2 + 3j
     assert float(temperature.grad) == pytest.approx(1 + 1e-12, abs=1e-15)
 
 
-def complex_among_real_ones_is_an_error_that_names_them(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_complex_among_real_ones_is_an_error_that_names_them(rank: int, world: int) -> None:
     with pytest.raises(DloError) as caught:
-        trainer(world, FSDPStrategy()).fit(Spectral(), mine(rank, world))
+        fit(rank, world, Spectral(), FSDPStrategy())
     assert "complex64 net.filter.weight" in str(caught.value)
     assert "units: [net.blocks.0, net.blocks.1, net.filter]" in str(caught.value)
 
 
-def they_are_summed_without_pairwise_exchange_too(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_they_are_summed_without_pairwise_exchange_too(rank: int, world: int) -> None:
     """As on NCCL."""
     communicator, torch_s = Communicator(), dist.reduce_scatter_tensor
     communicator._limit = None
@@ -301,20 +287,3 @@ def test_a_unit_of_several_dtypes_is_refused_with_units_that_have_one() -> None:
         unit_policy(policy, trained, ["net.blocks.0"])
     with pytest.raises(DloError, match=r"complex64 w; .* units of their own \(units\), or use strategy zero3"):
         unit_policy(policy, {"a": real, "w": imaginary}, [])
-
-
-CHECKS = (
-    each_strategy_goes_on_from_another_with_scalars_and_state_of_a_constructor,
-    state_of_a_constructor_that_cannot_be_divided_is_refused,
-    a_run_validates_what_its_checkpoints_hold,
-    slices_and_expanded_buffers_are_shared_too,
-    they_train_under_each_strategy_as_alone,
-    scalars_gradients_are_averaged_in_a_dtype_that_holds_them,
-    they_are_summed_without_pairwise_exchange_too,
-    complex_among_real_ones_is_an_error_that_names_them,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_holds_on_two_ranks(check: Any, tmp_path: Path) -> None:
-    run_distributed(check, 2, tmp_path, timeout=290)

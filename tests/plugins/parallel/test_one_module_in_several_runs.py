@@ -16,14 +16,14 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 
 from dlo_framework import DloError
 from dlo_framework.checkpoint import load
-from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
-from support.fsdp_nets import Module, mine, trainer
+from support.fsdp_nets import Module, fit, mine, trainer
 
 
 class ByHand(Module):
@@ -89,8 +89,7 @@ def _in_turn(rank: int, world: int, pairs: list[str]) -> dict[str, Any]:
     for pair in ["ddp ddp", *pairs]:
         module, kept = Module(), []
         for name in pair.split():
-            run = trainer(world, MAKE[name]())
-            run.fit(module, mine(rank, world))
+            run = fit(rank, world, module, MAKE[name]())
             kept += [run] if pair != "zero1 ddp" else []
         found[pair] = module.losses, gather_full_weights(run)
     return found
@@ -99,8 +98,8 @@ def _in_turn(rank: int, world: int, pairs: list[str]) -> dict[str, Any]:
 def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, Any]:
     """What is there of a module before a run, and once it has ended."""
     found: dict[str, Any] = {}
-    module, run = Module(), trainer(world, ZeroStrategy(3))
-    run.fit(module, mine(rank, world))
+    module = Module()
+    run = fit(rank, world, module, ZeroStrategy(3))
     weight = module.net.stem.weight
     found["read"] = (weight.shape, bool(weight.isnan().all()))
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
@@ -109,18 +108,16 @@ def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, 
         module.net.state_dict()
     found["names"] = run.strategy.state_names()
     found["copies"] = copy.deepcopy(module)._dlo_owner, pickle.loads(pickle.dumps(module._dlo_owner))
-    alone = trainer(1, "auto")
-    use_canonical_checkpoints(alone)
     with pytest.raises(DloError, match=r"must have full parameters for SingleProcessStrategy on 1 ranks, .* among 2"):
-        alone.fit(module, mine(0, 1))
+        fit(0, 1, module, "auto")
     sharded = Module()
-    trainer(world, FSDPStrategy()).fit(sharded, mine(rank, world))
+    fit(rank, world, sharded, FSDPStrategy())
     with pytest.raises(DloError, match="parameters that FSDPStrategy has divided"):
-        trainer(world, ZeroStrategy(1)).fit(sharded, mine(rank, world))
+        fit(rank, world, sharded, ZeroStrategy(1))
     sharding = (MAKE["zero3"], FSDPStrategy, partial(MeshStrategy, dp_replicate=world))
     for make, average in zip(sharding, itertools.cycle(AVERAGES)):
         with pytest.raises(DloError, match=r"under \w+Strategy must be taken of each rank's shards, got .*Averaging"):
-            trainer(world, make(), callbacks=[average()]).fit(Module(), mine(rank, world))
+            fit(rank, world, Module(), make(), callbacks=[average()])
     for name in names:
         early = trainer(world, MAKE[name]())
         early.strategy.connect(Module())
@@ -132,15 +129,15 @@ def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, 
     for name in names:
         refused = pytest.raises(DloError, match=r"must come from self\.manual_backward")
         with contextlib.nullcontext() if name == "ddp" else refused:
-            trainer(world, MAKE[name]()).fit(ByHand(), mine(rank, world))
+            fit(rank, world, ByHand(), MAKE[name]())
     with pytest.raises(DloError, match=r"without a closure, got AskingForAClosure"):
-        trainer(world, DeepSpeedBridge(stage=1)).fit(Closing(), mine(rank, world))
-    trainer(world, ZeroStrategy(2)).fit(Closing(), mine(rank, world))
+        fit(rank, world, Closing(), DeepSpeedBridge(stage=1))
+    fit(rank, world, Closing(), ZeroStrategy(2))
     with pytest.raises(DloError, match=r"got net.stem.weight in optimizers 0 \(SGD\) and 1 \(Adam\)"):
-        trainer(world, ZeroStrategy(2)).fit(Twice(), mine(rank, world))
+        fit(rank, world, Twice(), ZeroStrategy(2))
     for name, key in (("fsdp", "twice"), ("ddp", "twice under ddp")):
         module = Twice()
-        trainer(world, MAKE[name]()).fit(module, mine(rank, world))
+        fit(rank, world, module, MAKE[name]())
         found[key] = module.losses
     return found
 
@@ -148,8 +145,7 @@ def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, 
 def _evaluate(rank: int, world: int, name: str, path: Path) -> list[float]:
     """Losses by the Trainer of a fit: of its module, of another one, of that with the fit's weights, and back."""
     module, other = Module(), Module()
-    run = trainer(world, MAKE[name](), limit_val_batches=1)
-    run.fit(module, mine(rank, world))
+    run = fit(rank, world, module, MAKE[name](), limit_val_batches=1)
     run.save_checkpoint(path)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -21,7 +21,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM
-from support.fsdp_nets import Module, WithAdafactor, mine, trainer
+from support.fsdp_nets import Module, WithAdafactor, fit, mine, trainer
 from support.late import DEVICE, LateCopied, OnDevice, late, late_along_axes
 from support.token_batches import GROUPED, Tokens
 
@@ -97,13 +97,12 @@ def _overlap(rank: int, world_size: int) -> dict[str, Any]:
         ("a callback that may read weights", Pending, [Foreign()]),
     ):
         module = kind()
-        run = trainer(world_size, OnDevice(2, bucket_mb=BUCKET_MB), callbacks=callbacks)
         with late():
-            run.fit(module, mine(rank, world_size))
+            fit(rank, world_size, module, OnDevice(2, bucket_mb=BUCKET_MB), callbacks=callbacks)
         found[name] = module.before, module.after
     for stage in (1, 2):
-        module, run = PenalisedLater(), trainer(world_size, OnDevice(stage, bucket_mb=BUCKET_MB))
-        run.fit(module, mine(rank, world_size))
+        module = PenalisedLater()
+        run = fit(rank, world_size, module, OnDevice(stage, bucket_mb=BUCKET_MB))
         assert f"under zero{stage}, weights read as NaN" in _message(run, 0)
         found[f"later, stage {stage}"] = module.losses, []
     return found
@@ -122,10 +121,9 @@ def _blocks(rank: int, world_size: int) -> dict[str, tuple[list[int], int]]:
     found = {}
     for name, make in STRATEGIES.items():
         if name.startswith("zero"):
-            module, run = Blocking(), trainer(world_size, make(), max_epochs=2)
+            module = Blocking()
             with late():
-                run.fit(module, mine(rank, world_size))
-                groups = run.strategy.engine.groups
+                groups = fit(rank, world_size, module, make(), max_epochs=2).strategy.engine.groups
             landing = sum(group.trains and group.step_device != DEVICE for group in groups)
             found[name] = [after - before for before, after in pairwise(module.blocked)], landing
     return found
@@ -143,9 +141,7 @@ def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
     for stage, offload in ((2, "optimizer"), (3, "both")):
         strategy = OnDevice(stage, offload=offload, bucket_mb=BUCKET_MB, param_dtype="bfloat16")
         module = WithAdafactor()
-        trainer(world_size, strategy, precision="bf16-mixed", overfit_batches=1, max_epochs=4).fit(
-            module, mine(rank, world_size)
-        )
+        fit(rank, world_size, module, strategy, precision="bf16-mixed", overfit_batches=1, max_epochs=4)
         found[f"zero{stage} {offload}"] = module.losses
     return found
 

@@ -34,17 +34,8 @@ from dlo_plugins.parallel.fsdp.row_shards import row_range
 from dlo_plugins.parallel.fsdp.sharding import check_reshard, separable_units
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.gathered_dtype import default_param_dtype
-from support.fsdp_nets import (
-    STEPS,
-    WIDTH,
-    Module,
-    Net,
-    alone,
-    data,
-    differ,
-    mine,
-    trainer,
-)
+from support.fsdp_nets import WIDTH, Module, Net, alone, check_fit, data, differ, fit, mine, trainer
+from support.on_ranks import on_ranks
 from support.plain_nets import plain
 
 # --- the mesh -------------------------------------------------------------------------------------------------
@@ -268,21 +259,18 @@ class Scaled(Module):
         return super().loss(batch) * (float("inf") if overflow else 1.0)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.scales = [*getattr(self, "scales", []), self.trainer.precision_plugin.scaler.get_scale()]
-        self.seen = [
-            *getattr(self, "seen", []),
-            sum(float(t.double().sum()) for t in self.trainer.strategy.local_tensors()),
-        ]
+        total = sum(float(t.double().sum()) for t in self.trainer.strategy.local_tensors())
+        self.seen = [*getattr(self, "seen", []), (self.trainer.precision_plugin.scaler.get_scale(), total)]
 
 
-def one_rank_that_overflows_makes_all_skip_the_step(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_one_rank_that_overflows_makes_all_skip_the_step(rank: int, world: int) -> None:
     # The Trainer takes bf16 for fp16 on a CPU, but torch's autocast and loss scale do not need an accelerator.
-    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    run, module = trainer(world, FSDPStrategy(), plugins=[half]), Scaled()
-    run.fit(module, mine(rank, world))
-    assert module.scales == [65536.0, 32768.0, 32768.0, 32768.0]
-    assert module.seen[1] == module.seen[0]
-    assert module.seen[2] != module.seen[1]
+    half, module = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")), Scaled()
+    run = fit(rank, world, module, FSDPStrategy(), plugins=[half])
+    scales, totals = zip(*module.seen, strict=True)
+    assert scales == (65536.0, 32768.0, 32768.0, 32768.0)
+    assert totals[0] == totals[1] != totals[2]
     assert all(bool(torch.isfinite(t).all()) for t in run.strategy.local_tensors())
 
 
@@ -323,12 +311,10 @@ def initialised_without_memory(rank: int, world: int, folder: Path) -> list[dict
     return weights
 
 
-def blocks_are_compiled(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_blocks_are_compiled(rank: int, world: int) -> None:
     compiling = Compile(scope="blocks", backend="aot_eager")
-    run = trainer(world, FSDPStrategy(recompute=True), callbacks=[compiling])
-    run.fit(Module(), mine(rank, world))
-    weights = gather_full_weights(run)
-    assert rank or differ(weights, alone(Module())) < 1e-6
+    check_fit(rank, world, Module(), FSDPStrategy(recompute=True), alone(Module()), callbacks=[compiling])
     assert compiling.tally.graphs > 0
 
 
@@ -375,22 +361,21 @@ class Raises(Module):
         raise MemoryError
 
 
-def a_step_that_raised_leaves_nothing_behind(rank: int, world: int, folder: Path) -> None:
-    weights, expected = {}, {}
-    for name, options, precision, accumulate, places in (
-        ("kept", {"reshard_after_forward": False}, "32-true", 1, {0: "backward", 2: "forward", 3: "backward"}),
-        ("ahead", {"forward_prefetch": 1, "backward_prefetch": 2}, "32-true", 1, {1: "backward", 2: "forward"}),
-        ("bf16", {}, "bf16-mixed", 2, {0: "backward", 2: "backward"}),
+@on_ranks(2)
+def test_a_step_that_raised_leaves_nothing_behind(rank: int, world: int) -> None:
+    expected: dict[str, dict[str, Tensor]] = {}
+    for options, precision, accumulate, places in (
+        ({"reshard_after_forward": False}, "32-true", 1, {0: "backward", 2: "forward", 3: "backward"}),
+        ({"forward_prefetch": 1, "backward_prefetch": 2}, "32-true", 1, {1: "backward", 2: "forward"}),
+        ({}, "bf16-mixed", 2, {0: "backward", 2: "backward"}),
     ):
-        stumbling = Stumbles(places)
-        for module in (stumbling, *([Module()] if precision not in expected else [])):
-            run = trainer(world, FSDPStrategy(**options), precision=precision, accumulate_grad_batches=accumulate)
-            run.fit(module, mine(rank, world))
-            (weights if module is stumbling else expected)[precision] = gather_full_weights(run)
+        stumbling, trained = Stumbles(places), {"precision": precision, "accumulate_grad_batches": accumulate}
+        if precision not in expected:
+            expected[precision] = gather_full_weights(fit(rank, world, Module(), FSDPStrategy(**options), **trained))
+        check_fit(rank, world, stumbling, FSDPStrategy(**options), expected[precision], **trained)
         assert stumbling.stumbled == list(places.values())
-        assert rank or differ(weights[precision], expected[precision]) < 1e-6, name
     with pytest.raises(MemoryError) as raised:
-        trainer(world, FSDPStrategy()).fit(Raises(), mine(rank, world))
+        fit(rank, world, Raises(), FSDPStrategy())
     assert raised.value.__context__ is None  # Not one of FSDP2's, by dropping what is not there.
 
 
@@ -404,7 +389,8 @@ class Normed(Module):
         net.stem = nn.Sequential(net.stem, nn.BatchNorm1d(WIDTH))
 
 
-def synchronised_batch_norms_come_before_the_first_sharding_and_stay(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_synchronised_batch_norms_come_before_the_first_sharding_and_stay(rank: int, world: int) -> None:
     """Evaluates, and sets up a fit: torch's synchronised norms do not train on a CPU."""
     run = trainer(world, FSDPStrategy(), sync_batchnorm=True, limit_train_batches=0, limit_val_batches=1.0)
     module, norms = Normed(), []
@@ -431,7 +417,8 @@ class Even(Module):
         self.held = self.trainer.strategy.state_bytes()
 
 
-def what_passes_and_what_a_rank_holds_is_what_the_paper_says(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_passes_and_what_a_rank_holds_is_what_the_paper_says(rank: int, world: int) -> None:
     """All-gathers and reduce-scatters of a step, and bytes, both in units of psi."""
     for options, accumulate, gathered, reduced in (
         ({}, 1, 2, 1),
@@ -442,10 +429,11 @@ def what_passes_and_what_a_rank_holds_is_what_the_paper_says(rank: int, world: i
         run, module = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=accumulate), Even()
         run.fit(module, mine(rank, world, 8))
         psi = sum(parameter.numel() for parameter in module.parameters())
-        passed = {
-            what: count / psi / run.global_step for what, count in run.strategy.engine.sharded.sharers.elements.items()
+        each = psi * run.global_step
+        assert run.strategy.engine.sharded.sharers.elements == {
+            "all_gather": gathered * each,
+            "reduce_scatter": reduced * each,
         }
-        assert passed == {"all_gather": gathered, "reduce_scatter": reduced}
         held = {what: count / psi / 4 for what, count in module.held.items()}
         assert held["parameters"] == held["gradients"] == 0.5
         assert held["optimizer"] == pytest.approx(1, abs=0.05)  # And a count of steps a parameter.
@@ -461,22 +449,6 @@ def test_first_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> N
 # --- models that are not plain ---------------------------------------------------------------------------------
 
 
-class TiedModule(Module):
-    """The head's weight is a block's; one block is frozen; a buffer and a parameter of whole numbers."""
-
-    @staticmethod
-    def prepare(net: Any) -> None:
-        net.head = nn.Linear(WIDTH, 9, bias=False)
-        net.head.weight = net.blocks[1].one.weight
-        net.blocks[0].requires_grad_(False)
-        net.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        net.blocks[0].table = nn.Parameter(torch.arange(7), requires_grad=False)
-
-    def loss(self, batch: Any) -> Tensor:
-        self.net.calls += 1
-        return super().loss(batch)
-
-
 class UnusedModule(Module):
     """A block's parameter that no loss depends on, and one that depends on the rank."""
 
@@ -486,47 +458,28 @@ class UnusedModule(Module):
         net.now_and_then = nn.Parameter(torch.ones(WIDTH))
         net.now_and_never = nn.Parameter(torch.tensor(1.0))
 
-    part = 0
+    def __init__(self, part: int = 0) -> None:
+        super().__init__()
+        self.part = part
 
     def loss(self, batch: Any) -> Tensor:
         x = batch[0] * self.net.now_and_then * self.net.now_and_never if self.part == 1 else batch[0]
         return nn.functional.cross_entropy(self.net(x), batch[1])
 
 
-def tied_frozen_and_whole_number_parameters(rank: int, world: int, folder: Path) -> None:
-    run, module = trainer(world, FSDPStrategy()), TiedModule()
-    run.fit(module, mine(rank, world))
-    weights = gather_full_weights(run)
-    assert run.strategy.engine.sharded.units == ["net.blocks.0"]  # The other one shares its weight with the head.
-    assert rank or differ(weights, alone(TiedModule())) < 1e-6
-    assert rank or int(weights["net.calls"]) == STEPS
+@on_ranks(2)
+def test_unused_parameters_stay_and_rank_dependent_ones_get_their_mean(rank: int, world: int) -> None:
+    """Gradients of first micro-batches are accumulated in single precision; those of unused parameters are not."""
+    strategy, halves = FSDPStrategy(find_unused=True), FSDPStrategy(find_unused=True, param_dtype="bfloat16")
+    check_fit(rank, world, UnusedModule(rank), strategy, alone(UnusedModule(), parts=world))
+    expected, window = alone(UnusedModule(), parts=world, accumulate=2), {"accumulate_grad_batches": 2}
+    check_fit(rank, world, UnusedModule(rank), halves, expected, near=0.05, precision="bf16-mixed", **window)
 
 
-def unused_parameters_stay_as_they_are_and_rank_dependent_ones_get_their_mean(
-    rank: int, world: int, folder: Path
-) -> None:
-    run, module = trainer(world, FSDPStrategy(find_unused=True)), UnusedModule()
-    module.part = rank
-    run.fit(module, mine(rank, world))
-    weights = gather_full_weights(run)
-    assert rank or differ(weights, alone(UnusedModule(), parts=world)) < 1e-6
-
-
-def unused_parameters_accumulate_with_gathered_halves(rank: int, world: int, folder: Path) -> None:
-    """Gradients of the first micro-batches are accumulated in single precision; those of unused parameters are not."""
-    strategy = FSDPStrategy(find_unused=True, param_dtype="bfloat16")
-    run, module = trainer(world, strategy, precision="bf16-mixed", accumulate_grad_batches=2), UnusedModule()
-    module.part = rank
-    run.fit(module, mine(rank, world))
-    weights = gather_full_weights(run)
-    assert rank or differ(weights, alone(UnusedModule(), parts=world, accumulate=2)) < 0.05
-
-
-def unused_parameters_are_named(rank: int, world: int, folder: Path) -> None:
-    module = UnusedModule()
-    module.part = rank
+@on_ranks(2)
+def test_unused_parameters_are_named(rank: int, world: int) -> None:
     with pytest.raises(DloError) as error:
-        trainer(world, FSDPStrategy()).fit(module, mine(rank, world))
+        fit(rank, world, UnusedModule(rank), FSDPStrategy())
     message = str(error.value)
     assert rank or "net.now_and_then" in message
     assert rank or "net.now_and_never" in message
@@ -534,14 +487,16 @@ def unused_parameters_are_named(rank: int, world: int, folder: Path) -> None:
     assert "find_unused: true" in message
 
 
-def a_module_that_is_sharded_keeps_its_options(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_module_that_is_sharded_keeps_its_options(rank: int, world: int) -> None:
     module = Module()
     trainer(world, FSDPStrategy()).test(module, mine(rank, world), verbose=False)
     with pytest.raises(DloError, match="must be those of the earlier run that has sharded"):
-        trainer(world, FSDPStrategy(offload=True)).fit(module, mine(rank, world))
+        fit(rank, world, module, FSDPStrategy(offload=True))
 
 
-def the_applier_shards_a_model_by_itself(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_the_applier_shards_a_model_by_itself(rank: int, world: int) -> None:
     """As strategies of users' own apply it."""
     torch.manual_seed(2)
     net = Net()
@@ -557,8 +512,7 @@ def _one_rank(rank: int, world: int) -> dict[str, Any]:
     for name, (options, precision) in ALONE.items():
         module, seen = Module(), set()
         module.net.head.register_forward_pre_hook(lambda head, _, seen=seen: seen.add(head.weight.dtype))
-        run = trainer(world, FSDPStrategy(**options), precision=precision)
-        run.fit(module, mine(rank, world))
+        run = fit(rank, world, module, FSDPStrategy(**options), precision=precision)
         sharded = all(isinstance(parameter, DTensor) for parameter in module.parameters())
         found[name] = seen, sharded, differ(gather_full_weights(run), alone(Module()))
     return found
@@ -592,23 +546,3 @@ def test_an_accelerator_gathers_halves_by_default_where_autocast_computes_in_the
     run = "bf16-mixed", MeshSpec(dp_shard=2), cuda, plain
     assert FullyShard().options(*run).policy.param_dtype == torch.bfloat16
     assert FullyShard(param_dtype="float32").options(*run).policy.param_dtype == torch.float32
-
-
-CHECKS = (
-    one_rank_that_overflows_makes_all_skip_the_step,
-    blocks_are_compiled,
-    a_step_that_raised_leaves_nothing_behind,
-    what_passes_and_what_a_rank_holds_is_what_the_paper_says,
-    synchronised_batch_norms_come_before_the_first_sharding_and_stay,
-    the_applier_shards_a_model_by_itself,
-    tied_frozen_and_whole_number_parameters,
-    unused_parameters_stay_as_they_are_and_rank_dependent_ones_get_their_mean,
-    unused_parameters_accumulate_with_gathered_halves,
-    unused_parameters_are_named,
-    a_module_that_is_sharded_keeps_its_options,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_holds_on_two_ranks(check: Any, tmp_path: Path) -> None:
-    run_distributed(check, 2, tmp_path, timeout=290)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.local_memory import memory_of
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.testing.record import gather_full_weights
@@ -25,8 +25,9 @@ from dlo_plugins.parallel.user_code import OutsideUse
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.parallel.zero.zero_engine import ZeroEngine, ZeroOptions
 from dlo_tasks.imagenet.digits import DigitsData
-from support.fsdp_nets import WIDTH, Module, WithAdafactor, alone, differ, mine, trainer
+from support.fsdp_nets import WIDTH, Module, WithAdafactor, alone, check_fit, differ, fit, mine, trainer
 from support.late import OnDevice
+from support.on_ranks import on_ranks
 from support.plain_nets import plain
 
 
@@ -130,13 +131,6 @@ CASES: dict[str, tuple[type[Module], int, str | None]] = {
 }
 
 
-def _fit(rank: int, world: int, module: Module, strategy: Any, **options: Any) -> Any:
-    run = trainer(world, strategy, precision="bf16-mixed", gradient_clip_val=1.0, **options)
-    use_canonical_checkpoints(run)
-    run.fit(module, mine(rank, world), ckpt_path=options.pop("resume", None))
-    return run
-
-
 def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Returns, of each case, losses, weights, their dtypes and how a run that is resumed differs."""
     found = {}
@@ -146,20 +140,14 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
         def make(**options: Any) -> ZeroStrategy:
             return OnDevice(stage, offload=offload, bucket_mb=2e-4, **options)  # noqa: B023
 
-        window = {"accumulate_grad_batches": 2, "max_epochs": 2}
-        plain = kind()
-        exact = gather_full_weights(_fit(rank, world, plain, make(), **window))
-        halves = kind()
+        window = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+        plain, halves, module = kind(), kind(), kind()
+        exact = gather_full_weights(fit(rank, world, plain, make(), max_epochs=2, **window))
         halves.net.head.register_forward_pre_hook(lambda head, _, seen=seen: seen.add(head.weight.dtype))
-        run = _fit(rank, world, halves, make(param_dtype="bfloat16"), **window)
+        run = fit(rank, world, halves, make(param_dtype="bfloat16"), max_epochs=2, **window)
         weights = gather_full_weights(run)
         run.save_checkpoint(folder / name)
-        module = kind()
-        again = trainer(
-            world, make(param_dtype="bfloat16"), precision="bf16-mixed", accumulate_grad_batches=2, max_epochs=3
-        )
-        use_canonical_checkpoints(again)
-        again.fit(module, mine(rank, world), ckpt_path=folder / name)
+        fit(rank, world, module, make(param_dtype="bfloat16"), resume=folder / name, max_epochs=3, **window)
         dtypes = {value.dtype for value in weights.values()}
         away = differ(weights, exact) if rank == 0 else 0.0
         found[name] = plain.losses, halves.losses, module.losses, seen, dtypes, away
@@ -252,7 +240,8 @@ def _divided(rank: int, stage: int, case: str) -> float:
     return max(float((found - wanted).abs().max()) for found, wanted in pairs)
 
 
-def each_micro_batchs_gradients_count_on_whichever_rank(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2, group_timeout=60.0)
+def test_each_micro_batchs_gradients_count_on_whichever_rank(rank: int, world: int) -> None:
     found = {f"{stage}, {case}": _divided(rank, stage, case) for stage in (1, 2, 3) for case in USES}
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-6)
 
@@ -260,7 +249,9 @@ def each_micro_batchs_gradients_count_on_whichever_rank(rank: int, world: int, f
 class Sometimes(Module):
     """The net, whose second block the second rank leaves out."""
 
-    part = 0
+    def __init__(self, part: int = 0) -> None:
+        super().__init__()
+        self.part = part
 
     def loss(self, batch: Any) -> Tensor:
         x = self.net.stem(batch[0])
@@ -283,7 +274,8 @@ class Amid(Callback):
             self.found = trainer.strategy.accumulated_gradients()
 
 
-def a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2, group_timeout=60.0)
+def test_a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(rank: int, world: int) -> None:
     """What it saves of a parameter's gradient is the mean of the ranks'."""
     strategies = {
         "ddp": DataParallelStrategy(find_unused_parameters=True),
@@ -291,10 +283,8 @@ def a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(rank: int
         "fsdp": FSDPStrategy(find_unused=True, units=["net.stem"]),  # All ranks call what is gathered as one.
     }
     for kind, strategy in strategies.items():
-        amid, module = Amid(), Sometimes()
-        module.part = rank
-        run = trainer(world, strategy, accumulate_grad_batches=2, callbacks=[amid])
-        run.fit(module, mine(rank, world))
+        amid, module = Amid(), Sometimes(rank)
+        fit(rank, world, module, strategy, accumulate_grad_batches=2, callbacks=[amid])
         assert amid.found is not None
         assert any(own is None for own in amid.own.values()) is (rank == 1)
         for name, found in amid.found.items():
@@ -306,12 +296,10 @@ def a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(rank: int
         assert len(amid.found) == len(list(module.parameters()))
 
 
-def a_unit_that_one_rank_calls_trains_as_in_one_process(rank: int, world: int, folder: Path) -> None:
-    run, module = trainer(world, ZeroStrategy(3, find_unused=True)), Sometimes()
-    module.part = rank
-    run.fit(module, mine(rank, world))
-    weights = gather_full_weights(run)
-    assert rank or differ(weights, alone(Sometimes(), parts=world)) < 1e-6
+@on_ranks(2, group_timeout=60.0)
+def test_a_unit_that_one_rank_calls_trains_as_in_one_process(rank: int, world: int) -> None:
+    strategy, expected = ZeroStrategy(3, find_unused=True), alone(Sometimes(), parts=world)
+    check_fit(rank, world, Sometimes(rank), strategy, expected)
 
 
 # --- stage 3 and steps that use a block's weights outside the block: they are found, gathered, and right -------------
@@ -358,7 +346,8 @@ BLOCKS = ["net.blocks.0", "net.blocks.1"]
 USED = {Module: [], AllPenalised: BLOCKS, OnePenalised: BLOCKS[1:], ByHand: BLOCKS}
 
 
-def what_a_step_uses_outside_its_block_is_kept_for_the_step(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2, group_timeout=60.0)
+def test_what_a_step_uses_outside_its_block_is_kept_for_the_step(rank: int, world: int) -> None:
     for kind, used in USED.items():
         run, module = trainer(world, ZeroStrategy(3), max_epochs=2, limit_val_batches=1), kind()
         with warnings.catch_warnings(record=True) as told:
@@ -372,19 +361,6 @@ def what_a_step_uses_outside_its_block_is_kept_for_the_step(rank: int, world: in
         assert not said or all(block in said[0] for block in used), kind
         weights = gather_full_weights(run)
         assert rank or differ(weights, alone(kind(), epochs=2)) < 1e-6, kind
-
-
-CHECKS = (
-    each_micro_batchs_gradients_count_on_whichever_rank,
-    a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has,
-    a_unit_that_one_rank_calls_trains_as_in_one_process,
-    what_a_step_uses_outside_its_block_is_kept_for_the_step,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_holds_on_two_ranks(check: Any, tmp_path: Path) -> None:
-    run_distributed(check, 2, tmp_path, timeout=280, group_timeout=60.0)
 
 
 def test_only_what_needs_values_counts_as_use() -> None:
