@@ -27,17 +27,11 @@ from dlo_plugins.compression.compressed_all_reduce import (
 from dlo_plugins.compression.ddp_hooks import PowerSGD, PowerSGDHook
 from support.compression_by_definition import average_in_one_process, compress
 
-values = st.integers(1, 12).flatmap(
-    lambda bytes_: st.lists(
-        st.floats(-1e6, 1e6, width=32), min_size=8 * bytes_, max_size=8 * bytes_
-    )  # zeros of both signs among them
-)
-layouts = st.builds(
-    BlockLayout,
-    st.lists(st.integers(0, 70), min_size=1, max_size=6).map(tuple),
-    st.sampled_from([8, 16, 64]),
-    st.integers(1, 5),
-)
+#: Zeros of both signs are among them.
+floats = st.floats(-1e6, 1e6, width=32)
+values = st.integers(1, 12).flatmap(lambda n: st.lists(floats, min_size=8 * n, max_size=8 * n))
+lengths = st.lists(st.integers(0, 70), min_size=1, max_size=6).map(tuple)
+layouts = st.builds(BlockLayout, lengths, st.sampled_from([8, 16, 64]), st.integers(1, 5))
 
 
 def full(count: int, block: int) -> torch.Tensor:
@@ -82,11 +76,10 @@ def test_what_was_received_and_is_left_over_is_what_was_to_be_sent(layout, steps
     servers = [torch.zeros(layout.chunk)] * layout.ranks
     wanted, got = torch.zeros(layout.numel), torch.zeros(layout.numel)
     for _ in range(steps):
-        inputs = [
-            torch.randn(layout.numel, generator=generator).index_fill(0, padding, 0.0) for _ in range(layout.ranks)
-        ]
+        drawn = torch.randn(layout.ranks, layout.numel, generator=generator).index_fill(1, padding, 0.0)
+        inputs = list(drawn)
         mean, workers, servers = average_in_one_process(inputs, workers, servers, layout)
-        wanted += torch.stack(inputs).mean(0)
+        wanted += drawn.mean(0)
         got += mean
     left = torch.stack(workers).mean(0) + torch.cat(servers)
     torch.testing.assert_close(got + left, wanted, rtol=1e-4, atol=1e-4)

@@ -25,6 +25,7 @@ from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping
 from dlo_plugins.prune.callback import Prune
 from support.curricula_runs import apart, fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
+from support.on_ranks import on_ranks
 from support.runs import Watch
 
 PERIOD, LR, MOMENTUM = 3, 0.7, 0.9
@@ -80,71 +81,55 @@ def simulate(model: nn.Module, ranks: list[list[Any]], accumulate: int) -> list[
     return history
 
 
-def _rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+@pytest.mark.timeout(400)
+@on_ranks(2, timeout=300)
+def test_it_is_replicas_by_hand(rank: int, world: int, folder: Path) -> None:
     homes = [folder / name for name in ("whole", "part", "rest")]
     for home in homes:
         home.mkdir(parents=True, exist_ok=True)
-    options = {"batches": 8, "accumulate_grad_batches": 2, "limit_val_batches": 1}
+    options: dict[str, Any] = {"batches": 8, "accumulate_grad_batches": 2, "limit_val_batches": 1}
 
-    def make() -> DiLoCo:
-        return DiLoCo(PERIOD, LR, MOMENTUM)
+    def train(home: Path, *callbacks: Any, **more: Any) -> Any:
+        callbacks = (DiLoCo(PERIOD, LR, MOMENTUM), *callbacks)
+        return fit(home, images(weight_decay=0.05), "ddp", world, callbacks, **options | more)
 
     seeded()
     batches = Batches()
-    found["losses"], trainer = fit(homes[0], images(weight_decay=0.05), "ddp", world, [make(), batches], **options)
-    found["last"] = {n: p.detach().clone() for n, p in trainer.lightning_module.model.named_parameters()}
+    losses, trainer = train(homes[0], batches)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, batches.batches)
-    history = simulate(batches.model, everyone, 2)
-    found["expected"] = history[-1]
+    history, near = simulate(batches.model, everyone, 2), {"rtol": 1e-4, "atol": 1e-5}
+    trained = {name: p.detach() for name, p in trainer.lightning_module.model.named_parameters()}
+    torch.testing.assert_close(trained, history[-1], **near)
     # After epoch 1 (four steps) the shared weights are those of the outer step after three.
-    found["validated"] = list(batches.validated[-2:])
-    found["shared"] = [step["head.weight"] for step in (history[3], history[6])]
+    shared = [step["head.weight"] for step in (history[3], history[6])]
+    torch.testing.assert_close(batches.validated[-2:], shared, **near)
     seeded()
-    stop = Watch(folder / "part.ckpt", 5, stops=True)
-    found["part"], _ = fit(homes[1], images(weight_decay=0.05), "ddp", world, [make(), stop], **options)
+    train(homes[1], Watch(folder / "part.ckpt", 5, stops=True))
     seeded(9)
-    found["rest"], _ = fit(
-        homes[2], images(weight_decay=0.05), "ddp", world, [make()], ckpt_path=folder / "part.ckpt", **options
-    )
-    found["step 5"] = history[4]
+    rest, _ = train(homes[2], ckpt_path=folder / "part.ckpt")
+    assert rest == losses[10:]
     leave_group()
-    return found
-
-
-@pytest.mark.timeout(400)
-def test_it_is_replicas_by_hand(tmp_path):
-    ranks = run_distributed(_rank, 2, tmp_path, timeout=300)
-    for found in ranks:
-        for name, value in found["expected"].items():
-            torch.testing.assert_close(found["last"][name], value, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found["validated"], found["shared"], rtol=1e-4, atol=1e-5)
-        assert found["rest"] == found["losses"][10:]
-    whole, rest = (saved_state(tmp_path / name / "last.ckpt") for name in ("whole", "rest"))
-    assert same(whole, rest)
-    part = load(tmp_path / "part.ckpt")
-    for name, value in ranks[0]["step 5"].items():
-        torch.testing.assert_close(part["state_dict"][f"model.{name}"], value, rtol=1e-4, atol=1e-5)
+    assert same(*(saved_state(home / "last.ckpt") for home in (homes[0], homes[2])))
+    part = load(folder / "part.ckpt")
+    for name, value in history[4].items():
+        torch.testing.assert_close(part["state_dict"][f"model.{name}"], value, **near)
     local = part["diloco"]["local"]["weight.model.head.weight"]
     assert local.shape[0] == 2
     assert not torch.equal(local[0], local[1])  # The ranks trained by themselves.
 
 
-def _two(rank: int, world: int, folder: Path) -> list[str]:
+def _two(rank: int, world: int, folder: Path) -> None:
     seeded()
     fit(folder, images(), "ddp", 2, [DiLoCo(PERIOD), Watch(folder / "two.ckpt", 4, stops=True)], batches=4)
-    found = [
-        refusal(lambda strategy=strategy: fit(folder, images(), strategy, 2, [DiLoCo()], check=False))
-        for strategy in ("zero1", "fsdp", "tp")
-    ]
-    return found
+    for strategy in ("zero1", "fsdp", "tp"):
+        with pytest.raises(DloError, match="its ranks hold one copy of the model together"):
+            fit(folder, images(), strategy, 2, [DiLoCo()], check=False)
 
 
 @pytest.mark.timeout(300)
 def test_another_number_of_ranks_continues_and_other_strategies_are_refused(tmp_path):
-    for refusals in run_distributed(_two, 2, tmp_path, timeout=200):
-        assert all("its ranks hold one copy of the model together" in text for text in refusals)
+    run_distributed(_two, 2, tmp_path, timeout=200)
     seeded()
     with pytest.warns(UserWarning, match="the checkpoint has the weights and optimizer states of 2 ranks"):
         fit(tmp_path, images(), "auto", 1, [DiLoCo(PERIOD)], ckpt_path=tmp_path / "two.ckpt", batches=4)
@@ -239,9 +224,7 @@ def test_copies_of_two_ranks_train_as_ranks_of_ddp_do(tmp_path: Path) -> None:
     for strategy in COPIES:
         # Each step before a resume is two batches of accumulation.
         assert all(resumed == whole[2 * STOP :] for whole, resumed in (found[strategy] for found in by_copy))
-        assert same(
-            saved_state(tmp_path / f"{strategy} resumed" / "last.ckpt"), saved_state(tmp_path / strategy / "last.ckpt")
-        )
+        assert same(*(saved_state(tmp_path / name / "last.ckpt") for name in (f"{strategy} resumed", strategy)))
         saved = load(tmp_path / f"{strategy}.ckpt")
         first, second = saved["diloco"]["local"]["0.weight.model.model.layers.0.input_layernorm.weight"]
         assert not bool((first == second).all())  # The copies trained by themselves.

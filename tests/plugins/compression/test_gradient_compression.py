@@ -15,7 +15,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
-from dlo_framework.testing.training import leave_group
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
@@ -23,6 +22,8 @@ from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_plugins.schedules.lr_curves import OneCycle
 from support.compression_by_definition import average_in_one_process
 from support.compression_nets import FREEZE, Net, fit, same, same_on_all_ranks, train, weights
+from support.fsdp_nets import differ
+from support.on_ranks import on_ranks
 from support.strategies import STRATEGIES
 
 # --- the all-reduce ----------------------------------------------------------------------------------------
@@ -30,11 +31,11 @@ from support.strategies import STRATEGIES
 SHAPES = [(100, 33), (7,), (300, 64), (), (0,)]
 
 
-def _by_definition(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_the_mean_on_ranks_is_its_definition_and_the_same_on_all(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(5)
     reduce = CompressedAllReduce(block=64)
     workers, servers = [], []
-    apart, first = 0.0, torch.empty(0)
     for step in range(4):
         everyones = [
             [torch.randn(shape, generator=generator) * (number + step) for number, shape in enumerate(SHAPES)]
@@ -54,24 +55,20 @@ def _by_definition(rank: int, world_size: int) -> dict[str, Any]:
         mean, workers, servers = average_in_one_process(flat, workers, servers, layout)
         pairs = [*zip(mine, layout.views(mean, mine), strict=True)]
         pairs += [(reduce.worker_error, workers[rank]), (reduce.server_error, servers[rank])]
-        apart = max([apart, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+        assert all(torch.equal(a, b) for a, b in pairs)
         first = torch.cat([tensor.view(-1) for tensor in mine])
         dist.broadcast(first, 0)
         assert torch.equal(first, torch.cat([tensor.view(-1) for tensor in mine]))
-    return {"apart": apart, "sent": reduce.bytes_sent / 4, "plain": 2 * 4 * (world_size - 1) / world_size}
-
-
-def test_the_mean_on_ranks_is_its_definition_and_the_same_on_all() -> None:
-    elements = sum(torch.Size(shape).numel() for shape in SHAPES)
-    for found in run_distributed(_by_definition, 4):
-        assert found["apart"] == 0.0
-        assert found["sent"] < found["plain"] * elements / 20  # a bit an element, scales of 64, padding
+    plain = sum(torch.Size(shape).numel() for shape in SHAPES) * 2 * 4 * (world_size - 1) / world_size
+    assert reduce.bytes_sent / 4 < plain / 20  # a bit an element, scales of 64, padding
 
 
 # --- strategies that reduce gradients themselves -----------------------------------------------------------
 
 
-def _halved(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_other_strategies_round_what_they_send_as_ddp_does(rank: int, world_size: int) -> None:
+    """The mean of two ranks in bf16 is the same whoever computes it, and its rounding moves the weights."""
     found: dict[str, Any] = {}
     for name in ("plain", "ddp", "zero3", "fsdp"):
         strategy, callbacks = (STRATEGIES[name](), [GradientCompression("bf16")]) if name != "plain" else ("ddp", [])
@@ -79,19 +76,8 @@ def _halved(rank: int, world_size: int) -> dict[str, Any]:
         found[name] = gather_full_weights(fit(Net("adamw"), callbacks, strategy=strategy, steps=4))
     with pytest.raises(DloError, match="reduce_dtype must be bfloat16 or unset beside a callback"):
         fit(Net("adamw"), [GradientCompression("bf16")], strategy=FSDPStrategy(reduce_dtype="float32"))
-    return found
-
-
-def test_other_strategies_round_what_they_send_as_ddp_does() -> None:
-    """The mean of two ranks in bf16 is the same whoever computes it, and its rounding moves the weights."""
-    found, *_ = run_distributed(_halved, 2)
-
-    def apart(one: str, other: str) -> float:
-        return max(float((value - found[other][name]).abs().max()) for name, value in found[one].items())
-
-    assert apart("plain", "ddp") > 1e-4
-    assert apart("zero3", "ddp") < 1e-6
-    assert apart("fsdp", "ddp") < 1e-6
+    assert rank or differ(found["plain"], found["ddp"]) > 1e-4
+    assert rank or max(differ(found[name], found["ddp"]) for name in ("zero3", "fsdp")) < 1e-6
 
 
 # --- training ----------------------------------------------------------------------------------------------
@@ -110,65 +96,60 @@ METHODS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def _methods(rank: int, world_size: int, methods: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    plain, _ = train("adamw", None, steps=60)
-    found["plain"] = sum(plain.losses[-10:]) / 10
+#: Largest shares of the bytes that plain averages send.
+SHARES = {
+    "bf16 adamw 1": 0.5,
+    "fp16 adamw 1": 0.5,
+    "powersgd adamw 1": 0.35,
+    "post_local_sgd adamw 1": 1 / 6 + 0.25 * 5 / 6 + 0.01,
+    "post_local_sgd adamw 2": 1.25,
+    "one_bit later_adam 1": 15 / 60 + 0.05,
+    "one_bit refreshed 1": (15 + 5) / 60 + 0.05,
+    "one_bit later_lamb 1": 30 / 60 + 0.05,
+}
+
+
+def _methods(rank: int, world_size: int, methods: list[tuple[str, str, dict[str, Any]]]) -> None:
+    plain: dict[str, float] = {}
     for method, optimizer, settings in methods:
+        name, base = f"{method} {optimizer} {settings.get('node_size', 1)}", "lamb" if "lamb" in optimizer else "adamw"
+        if base not in plain:
+            plain[base] = sum(train(base, None, steps=60)[0].losses[-10:]) / 10
         module, callback = train(optimizer, method, steps=60, settings=settings)
-        sent = callback.bytes_sent() / callback.hook.plain_bytes
+        assert same_on_all_ranks(module), name
+        assert callback.bytes_sent() / callback.hook.plain_bytes <= SHARES[name] + 1e-6, name
         loss = sum(module.losses[-10:]) / 10
-        found[f"{method} {optimizer} {settings.get('node_size', 1)}"] = (loss, sent, same_on_all_ranks(module))
-        if "lamb" in optimizer:
-            lamb, _ = train("lamb", None, steps=60)
-            found["plain lamb"] = sum(lamb.losses[-10:]) / 10
-    return found
+        assert loss < max(1.3 * plain[base], plain[base] + 0.05), (name, loss, plain)
 
 
 @pytest.mark.parametrize(
     "methods", [METHODS[:3], pytest.param(METHODS[3:], marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_every_method_trains_sends_less_and_leaves_all_ranks_with_the_same_weights(methods: list[Any]) -> None:
-    (found, *others) = run_distributed(_methods, 2, methods)
-    count = len(found)
-    plain, lamb = found.pop("plain"), found.pop("plain lamb", 0.0)
-    shares = {
-        "bf16 adamw 1": 0.5,
-        "fp16 adamw 1": 0.5,
-        "powersgd adamw 1": 0.35,
-        "post_local_sgd adamw 1": 1 / 6 + 0.25 * 5 / 6 + 0.01,
-        "post_local_sgd adamw 2": 1.25,
-        "one_bit later_adam 1": 15 / 60 + 0.05,
-        "one_bit refreshed 1": (15 + 5) / 60 + 0.05,
-        "one_bit later_lamb 1": 30 / 60 + 0.05,
-    }
-    assert list(found) == [f"{method} {name} {settings.get('node_size', 1)}" for method, name, settings in methods]
-    for name, (loss, sent, equal) in found.items():
-        assert equal, name
-        assert sent <= shares[name] + 1e-6, (name, sent)
-        reference = lamb if "lamb" in name else plain
-        assert loss < max(1.3 * reference, reference + 0.05), (name, loss, reference)
-    assert all(len(other) == count for other in others)
+    run_distributed(_methods, 2, methods)
+
+
+def apart(one: Net, other: Net) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(weights(one), weights(other), strict=True))
 
 
 #: What else a run has, beside the second stage, each time; the slow test has all.
 BESIDE = ("accumulation", "skipped")
 
 
-def _stages(rank: int, world_size: int, every: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _stages(rank: int, world_size: int, every: bool) -> None:
     for one_bit, reference in (("never_frozen", "adamw"), ("never_frozen_lamb", "lamb"))[: 2 if every else 1]:
         ours, _ = train(one_bit, "one_bit", accumulate_grad_batches=2)
         plain, _ = train(reference, None, accumulate_grad_batches=2)
-        found[reference] = max(float((a - b).abs().max()) for a, b in zip(weights(ours), weights(plain), strict=True))
+        assert apart(ours, plain) <= (0.0 if reference == "adamw" else 1e-5)
     ours, _ = train("never_frozen", "one_bit", gradient_clip_val=0.05)
     plain, _ = train("adamw", None, gradient_clip_val=0.05)
-    found["clipped"] = max(float((a - b).abs().max()) for a, b in zip(weights(ours), weights(plain), strict=True))
+    assert apart(ours, plain) < 1e-5  # The norm is summed in another order.
     # After the freeze: a bit an element each way, and scales.
     _, at_freeze = train("one_bit_adam", "one_bit", steps=FREEZE)
     module, callback = train("one_bit_adam", "one_bit", steps=FREEZE + 5)
     per_step = callback.hook.plain_bytes / (FREEZE + 5)
-    found["share"] = (callback.bytes_sent() - at_freeze.bytes_sent()) / (5 * per_step)
+    assert (callback.bytes_sent() - at_freeze.bytes_sent()) / (5 * per_step) < 1 / 20
     scenes: dict[str, tuple[list[Any], dict[str, Any]]] = {
         "accumulation": ([], {"accumulate_grad_batches": 3}),
         "bf16": ([], {"precision": "bf16-mixed"}),
@@ -181,58 +162,40 @@ def _stages(rank: int, world_size: int, every: bool) -> dict[str, Any]:
     for name in scenes if every else BESIDE:
         callbacks, options = scenes[name]
         module, callback = train("one_bit_adam", "one_bit", *callbacks, steps=3 * FREEZE, **options)
-        loss = torch.tensor(module.losses[-5:]).nanmean()
-        finite = all(bool(torch.isfinite(tensor).all()) for tensor in weights(module))
-        found[name] = (same_on_all_ranks(module) and finite, module.losses[0], float(loss))
-    return found
+        assert same_on_all_ranks(module), name
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(module)), name
+        assert torch.tensor(module.losses[-5:]).nanmean() < module.losses[0], name
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_the_first_stage_is_plain_training_and_the_second_goes_with_what_else_a_run_has(every: bool) -> None:
-    for found in run_distributed(_stages, 2, every):
-        assert found.pop("adamw") == 0.0
-        assert found.pop("lamb", 0.0) < 1e-5
-        assert found.pop("clipped") < 1e-5  # The norm is summed in another order.
-        assert found.pop("share") < 1 / 20
-        for name, (right, first, last) in found.items():
-            assert right, name
-            assert last < first, name
+    run_distributed(_stages, 2, every)
 
 
-def _clipped(rank: int, world_size: int) -> tuple[float, float, float]:
-    """The norm of each rank's clipped gradient, of their mean, and of what it was clipped from."""
-    norms: list[float] = []
-    means: list[float] = []
+@on_ranks(2)
+def test_after_the_freeze_ranks_clip_alike_and_the_mean_is_never_longer_than_the_limit(rank: int, world: int) -> None:
+    norms, means = list[float](), list[float]()
 
     class Watch(GradientCompression):
-        def watch(self, optimizer: Any) -> None:
-            gradient = torch.cat([p.grad.view(-1) for g in optimizer.param_groups for p in g["params"]])
-            norms.append(float(gradient.norm()))
-            mean = gradient.clone()
-            dist.all_reduce(mean)
-            means.append(float(mean.norm()) / world_size)
-
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             super().on_fit_start(trainer, pl_module)
             average = self.all_reduce.average  # type: ignore[union-attr]
-            self.all_reduce.average = lambda tensors: (  # type: ignore[union-attr, method-assign]
-                self.watch(trainer.optimizers[0]),
-                average(tensors),
-            )[1]
+
+            def watched(tensors: Any) -> Any:
+                gradient = torch.cat([p.grad.view(-1) for g in trainer.optimizers[0].param_groups for p in g["params"]])
+                each = [torch.empty_like(gradient) for _ in range(world)]
+                dist.all_gather(each, gradient)
+                norms.extend(float(one.norm()) for one in each)
+                means.append(float(torch.stack(each).mean(0).norm()))
+                return average(tensors)
+
+            self.all_reduce.average = watched  # type: ignore[union-attr, method-assign]
 
     seed_everything(3, workers=True, verbose=False)
     fit(Net("one_bit_adam"), [Watch("one_bit")], gradient_clip_val=0.05)
-    leave_group()
-    gathered: list[Any] = norms
-    return max(gathered), max(means), min(gathered)
-
-
-def test_after_the_freeze_ranks_clip_alike_and_the_mean_is_never_longer_than_the_limit() -> None:
-    ranks = run_distributed(_clipped, 2)
-    assert len(ranks) == 2
-    assert all(mean <= 0.05 * (1 + 1e-4) for _, mean, _ in ranks)
+    assert max(means) <= 0.05 * (1 + 1e-4)
     # One scale for both: their norms' mean is the limit, so one is longer than it and one shorter.
-    assert max(longest for longest, _, _ in ranks) > 0.05 > min(shortest for _, _, shortest in ranks)
+    assert max(norms) > 0.05 > min(norms)
 
 
 # --- resuming ----------------------------------------------------------------------------------------------
@@ -247,23 +210,20 @@ RESUMED: list[tuple[str, str, dict[str, Any], int]] = [
 ]
 
 
-def _resumes(rank: int, world_size: int, folder: Path, cases: list[Any]) -> list[bool]:
-    found = []
+def _resumes(rank: int, world_size: int, folder: Path, cases: list[Any]) -> None:
     for number, (optimizer, method, settings, stop) in enumerate(cases):
         path = folder / f"{number}-{world_size}"
         whole, _ = train(optimizer, method, settings=settings)
         train(optimizer, method, settings=settings, steps=stop, save=path)
         resumed, _ = train(optimizer, method, settings=settings, resume=path, seed=77)
-        found.append(same(weights(whole), weights(resumed)))
-    return found
+        assert same(weights(whole), weights(resumed)), cases[number]
 
 
 @pytest.mark.parametrize(
     "cases", [RESUMED[:2], pytest.param(RESUMED[2:], marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path, cases: list[Any]) -> None:
-    for found in run_distributed(_resumes, 2, tmp_path, cases):
-        assert found == [True] * len(cases)
+    run_distributed(_resumes, 2, tmp_path, cases)
 
 
 def _elsewhere(rank: int, world_size: int, folder: Path) -> list[Any]:
@@ -277,9 +237,7 @@ def _elsewhere(rank: int, world_size: int, folder: Path) -> list[Any]:
         settings = {"start_step": 3} if method == "powersgd" else {}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            module, _ = train(
-                optimizer, method, settings=settings, strategy="ddp", resume=folder / name, steps=30, seed=5
-            )
+            module, _ = train(optimizer, method, settings=settings, resume=folder / name, steps=30, seed=5)
         told = [str(warning.message) for warning in caught if "compression errors" in str(warning.message)]
         found.append((told, same_on_all_ranks(module), module.losses[0], sum(module.losses[-5:]) / 5))
     return found
@@ -305,7 +263,8 @@ def test_other_ranks_and_methods_go_on_from_a_checkpoint(tmp_path: Path) -> None
             assert last < 1.2
 
 
-def _local_checkpoint(rank: int, world_size: int, folder: Path) -> bool:
+@on_ranks(2)
+def test_post_local_sgd_saves_the_mean_of_the_ranks(rank: int, world_size: int, folder: Path) -> None:
     settings = {"start_step": 2, "period": 100}
 
     class Stop(GradientCompression):
@@ -322,14 +281,9 @@ def _local_checkpoint(rank: int, world_size: int, folder: Path) -> bool:
     callback = Stop("post_local_sgd", **settings)  # type: ignore[arg-type]
     module = Net()
     fit(module, [callback])
-    drifted = not same_on_all_ranks(module)
+    assert not same_on_all_ranks(module)
     resumed, _ = train("adamw", "post_local_sgd", settings=settings, resume=folder / "local")
-    right = same(callback.mean, weights(resumed))
-    return drifted and right
-
-
-def test_post_local_sgd_saves_the_mean_of_the_ranks(tmp_path: Path) -> None:
-    assert run_distributed(_local_checkpoint, 2, tmp_path) == [True, True]
+    assert same(callback.mean, weights(resumed))
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
@@ -350,14 +304,11 @@ REFUSED: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_work_is_refused_with_the_fix(rank: int, world_size: int) -> None:
     for message, (optimizer, method, callbacks, options) in REFUSED.items():
         with pytest.raises((DloError, RuntimeError), match=re.escape(message)):
             train(optimizer, method, *callbacks, **options)
-
-
-def test_what_cannot_work_is_refused_with_the_fix() -> None:
-    run_distributed(_refused, 2)
 
 
 def test_one_process_trains_as_without_it(tmp_path: Path) -> None:

@@ -223,10 +223,7 @@ def test_what_trains_first_after_the_freeze_is_refused():
     ("make", "message"),
     [
         (lambda: OneBitAdam(parameters(), freeze_step=0), "freeze_step of OneBitAdam must be at least 1, got 0"),
-        (
-            lambda: OneBitAdam(parameters(), freeze_step=1, refresh_every=1),
-            "refresh_every of OneBitAdam must be at least 2, got 1",
-        ),
+        (lambda: OneBitAdam(parameters(), freeze_step=1, refresh_every=1), "refresh_every of OneBitAdam must be at l"),
         (lambda: OneBitLamb(parameters(), factor_change=0.0, freeze_step=1), "factor_change and least_root"),
     ],
 )

@@ -52,18 +52,10 @@ def test_symmetric_rounding_is_torchaos_fake_quantiser(dtype: torch.dtype, bits:
 @pytest.mark.parametrize("group_size", [32, 96])
 @pytest.mark.parametrize(("bits", "kind"), [(4, torch.uint4), (8, torch.uint8), (2, torch.uint2)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_affine_rounding_is_torchaos_fake_quantiser(
-    dtype: torch.dtype, bits: int, kind: torch.dtype, group_size: int
-) -> None:
+def test_affine_rounding_is_torchaos_fake_quantiser(dtype, bits: int, kind: torch.dtype, group_size: int) -> None:
     weight, gradient = weights(dtype).requires_grad_(), weights(dtype).roll(1).detach()
-    config = IntxFakeQuantizeConfig(
-        kind,
-        group_size=group_size,
-        is_symmetric=False,
-        scale_precision=dtype,
-        zero_point_precision=dtype,
-        zero_point_domain=ZeroPointDomain.FLOAT,
-    )
+    precisions = {"scale_precision": dtype, "zero_point_precision": dtype, "zero_point_domain": ZeroPointDomain.FLOAT}
+    config = IntxFakeQuantizeConfig(kind, group_size=group_size, is_symmetric=False, **precisions)
     expected = FakeQuantizerBase.from_config(config)(weight)
     expected.backward(gradient)
     grid = affine_grid(weight.detach(), bits, group_size)
@@ -113,10 +105,8 @@ def vit() -> nn.Module:
 def test_the_head_stays_and_patterns_cover_modules() -> None:
     found = choose_layers(vit(), INT8, 32, head=("norm", "head"))
     assert found == [f"blocks.{n}.{part}" for n in (0, 1) for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
-    assert choose_layers(vit(), INT8, 32, skip=["blocks.0", "*.*.mlp"], head=("head",)) == [
-        "blocks.1.attn.qkv",
-        "blocks.1.attn.proj",
-    ]
+    left = choose_layers(vit(), INT8, 32, skip=["blocks.0", "*.*.mlp"], head=("head",))
+    assert left == ["blocks.1.attn.qkv", "blocks.1.attn.proj"]
 
 
 def test_shared_weights_adapters_and_uncalled_projections_stay() -> None:
@@ -173,10 +163,8 @@ def test_gradients_are_those_of_the_plain_operations(name: str, autocast: bool) 
     assert torch.equal(found, expected)
     gradient = torch.randn_like(found)
     wanted = [x, layer.weight, layer.bias]
-    pairs = zip(
-        torch.autograd.grad(found, wanted, gradient), torch.autograd.grad(expected, wanted, gradient), strict=True
-    )
-    for ours, plain in pairs:
+    both = (torch.autograd.grad(one, wanted, gradient) for one in (found, expected))
+    for ours, plain in zip(*both, strict=True):
         assert ours.dtype == plain.dtype
         torch.testing.assert_close(ours, plain, rtol=2**-6 if autocast else 1e-5, atol=2**-6 if autocast else 1e-5)
 

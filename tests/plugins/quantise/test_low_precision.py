@@ -30,6 +30,7 @@ from dlo_plugins.quantise.low_precision import (
 )
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
+from support.on_ranks import on_ranks
 from support.runs import Losses
 from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
@@ -136,9 +137,7 @@ def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
         ("mxfp8", (10, 0), None),
     ],
 )
-def test_a_device_without_the_kernels_is_refused_with_the_nearest_scheme(
-    scheme: str, capability: Any, message: str | None
-) -> None:
+def test_a_device_without_the_kernels_is_refused(scheme: str, capability: Any, message: str | None) -> None:
     trainer: Any = mock.Mock(callbacks=[])
     trainer.strategy.root_device = torch.device("cpu" if capability is None else "cuda")
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
@@ -188,12 +187,10 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
         found[name] = losses.found
         seed_everything(1, verbose=False)
         low = LowPrecision(scheme, min_features=8, emulate=scheme != "int8")
+        callbacks = [losses, *([low] if rounds else []), *(make() for make in others)]
+        made = strategy if isinstance(strategy, str) else strategy()
         trainer = quiet_trainer(
-            devices=world_size,
-            strategy=strategy if isinstance(strategy, str) else strategy(),
-            max_steps=4,
-            log_every_n_steps=1,
-            callbacks=[losses, *([low] if rounds else []), *(make() for make in others)],
+            devices=world_size, strategy=made, max_steps=4, log_every_n_steps=1, callbacks=callbacks
         )
         trained = task()
         trainer.fit(trained, datamodule=Tokens(1))
@@ -242,8 +239,9 @@ def _layer(scheme: str, weight: Tensor, sliced: Any = None, group: str = "") -> 
     return layer
 
 
-def _slices(rank: int, world_size: int) -> None:
-    """Checks that the slices of a layer compute what the full layer does, but not with scales of their own."""
+@on_ranks(2)
+def test_slices_round_as_one_process(rank: int, world_size: int) -> None:
+    """The slices of a layer compute what the full layer does, but not with scales of their own."""
     torch.manual_seed(0)
     weight, x, gradient = torch.randn(48, 64) * torch.logspace(-1, 1, 64), torch.randn(9, 64), torch.randn(9, 48)
     gradient = gradient * torch.logspace(-1, 1, 48)
@@ -262,7 +260,3 @@ def _slices(rank: int, world_size: int) -> None:
             assert max(apart) < 1e-6, (scheme, dim, apart)
         elif scheme != "fp8_rowwise":  # Its scales are powers of two, which change the rounding of tiny values alone.
             assert max(apart) > 1e-4, (scheme, dim, apart)
-
-
-def test_slices_round_as_one_process() -> None:
-    run_distributed(_slices, 2)

@@ -50,11 +50,6 @@ def trainer_of(folder: Path, *callbacks, **options) -> Trainer:
     return trainer
 
 
-def report_of(callback: Quantise) -> reports.QuantisationReport:
-    assert callback.last_report is not None
-    return callback.last_report
-
-
 class Bits(Quantise):
     """Records the bits of each step."""
 
@@ -140,7 +135,7 @@ def test_validation_shows_the_rounded_model_and_the_report_the_converted_one(tmp
     logger = CSVLogger(tmp_path)
     trainer = trainer_of(tmp_path, callback, logger=logger)
     trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=64))
-    report = report_of(callback)
+    report = callback.last_report
     assert report.after["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-5)
     assert abs(report.before["val_loss"] - report.after["val_loss"]) > 1e-4
     assert report.bytes_before[1] / report.bytes_after[1] > 5
@@ -165,7 +160,7 @@ def test_conversion_after_training_leaves_the_training_as_it_is(tmp_path: Path, 
         trainer = trainer_of(tmp_path, *callbacks)
         trainer.fit(classifier(), datamodule=digits())
         losses.append(float(trainer.callback_metrics["val_loss"]))
-    report = report_of(callbacks[0])
+    report = callbacks[0].last_report
     assert losses[0] == losses[1] == pytest.approx(report.before["val_loss"], rel=1e-6)
     assert report.after["val_loss"] == pytest.approx(losses[0], rel=1e-2)
     assert report.after["val_loss"] != losses[0]
@@ -200,7 +195,7 @@ def test_a_plain_module_with_loaders_of_the_user(tmp_path: Path) -> None:
     loader = pairs()
     callback = Quantise("int8_static", skip=["layers.2"])
     trainer_of(tmp_path, callback).fit(Plain(), loader, loader)
-    report = report_of(callback)
+    report = callback.last_report
     assert report.layers == 1
     assert report.before["val_loss"] == pytest.approx(report.after["val_loss"], rel=1e-2)
 
@@ -220,7 +215,7 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
     of_onnx = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
     torch.testing.assert_close(of_onnx, exported, rtol=1e-3, atol=2e-3)
     assert exported.std() > 0.1
-    report = report_of(callback)
+    report = callback.last_report
     assert report.exported == ["model.pt2", "model.onnx"]
     assert (tmp_path / "quantised" / "model.onnx").stat().st_size < 0.75 * report.bytes_before[0]
 
@@ -247,7 +242,7 @@ def test_the_average_is_converted(tmp_path: Path, order: int) -> None:
     callback = Quantise()
     trainer = trainer_of(tmp_path, *[WeightEMA(0.5), callback][::order])
     trainer.fit(classifier(), datamodule=digits())
-    report = report_of(callback)
+    report = callback.last_report
     assert report.before["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
 
 

@@ -139,11 +139,8 @@ def test_images_are_exported_to_the_faster_file(tmp_path: Path, monkeypatch, cap
     capfd.readouterr()
     assert quantise("--json") == 0
     report = json.loads(capfd.readouterr().out.splitlines()[-1])
-    seconds = {
-        "model.pt2": sum(one["after"] for one in report["latency"]),
-        "model.onnx": sum(one["onnx"] for one in report["latency"]),
-    }
-    faster = min(seconds, key=seconds.__getitem__)
+    kinds = {"model.pt2": "after", "model.onnx": "onnx"}
+    faster = min(kinds, key=lambda name: sum(one[kinds[name]] for one in report["latency"]))
     assert report["exported"] == [faster]
     written = tmp_path / "runs" / "tiny" / "version_0" / "quantised-int8"
     assert {path.name for path in written.iterdir()} == {faster, "report.json"}
@@ -164,9 +161,7 @@ MESHES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def run(
-    rank: int, world_size: int, folder: Path, task: str, strategy: str, *rounding: tuple[str, int, bool]
-) -> list[matrix.Found]:
+def run(rank: int, world_size: int, folder: Path, task: str, strategy: str, *rounding: Any) -> list[matrix.Found]:
     """Trains six steps, of which the last four round, by each scheme, bits at the start, and whether they are mixed."""
     matrix.register_data_parallel()
     matrix.STRATEGIES.update({name: (MeshStrategy, options) for name, options in MESHES.items()})
@@ -227,9 +222,7 @@ def test_losses_are_those_of_one_process(folder: Path, task: str, strategy: str,
 @pytest.mark.parametrize(
     ("task", "strategies"), [("CausalLM", ["fsdp", "mesh pp", "deepspeed_3"]), ("ImageClassifier", ["zero3"])]
 )
-def test_bits_of_layers_by_their_curvature_are_those_of_one_process(
-    folder: Path, task: str, strategies: list[str]
-) -> None:
+def test_bits_by_curvature_are_those_of_one_process(folder: Path, task: str, strategies: list[str]) -> None:
     mixed, alike = ("int4_weights", 8, True), ("int4_weights", 8, False)
     (cells,) = run_distributed(run, 1, folder, task, "", mixed, alike, backend=None, timeout=250)
     curves = [[step.loss for step in cell.record.steps] for cell in cells]
