@@ -1,11 +1,14 @@
 """Bad losses and unequal loaders: all ranks do the same about them, and none waits for the others for ever."""
 
 import contextlib
+import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -18,6 +21,7 @@ from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.on_ranks import on_ranks
 from support.trainers import Squares, quiet_trainer
 
 WIDTH, BATCHES, BAD = 8, 10, 6
@@ -73,56 +77,51 @@ def fit(make, train, *callbacks, world_size: int, validate=None, norm: bool = Fa
     return trainer, ""
 
 
-def outcome(trainer, error: str) -> dict:
-    """Returns what is compared between ranks: weights (this rank's part of them), the optimizer's steps, the error."""
+def outcome(trainer, error: str) -> tuple:
+    """Returns this rank's part of the weights, the optimizer's steps, the run's, and the error."""
     held = [tensor.clone() for tensor in trainer.strategy.local_tensors()]
     steps = {float(state["step"]) for optimizer in trainer.optimizers for state in optimizer.state.values()}
-    return {"weights": held, "steps": steps, "error": error, "global_step": trainer.global_step}
+    return held, steps, trainer.global_step, error
 
 
 # --- losses that are not numbers -------------------------------------------------------------------------------
 
 
-def _bad_losses(rank: int, world_size: int) -> dict[str, dict]:
-    found = {}
+def check_alike(tensors: list) -> None:
+    """Asserts that the first rank's tensors are this rank's, to the bit."""
+    for tensor in tensors:
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
+
+
+@on_ranks(2)
+def test_a_bad_loss_on_one_rank_reaches_no_weight(rank: int, world_size: int) -> None:
     for name, make in STRATEGIES.items():
         train = loader(BATCHES, [BAD] if rank == 1 else None)
-        for how in ("stop", "skip"):
-            found[f"{name} {how}"] = outcome(*fit(make, train, FiniteLoss(how), world_size=world_size))
-        window = {"accumulate_grad_batches": 5, "world_size": world_size}
-        found[f"{name} window"] = outcome(*fit(make, train, FiniteLoss("skip"), **window))
-        # Without that batch at all: what a run that skips its step has to come to.
+        weights, steps, _, error = outcome(*fit(make, train, FiniteLoss("stop"), world_size=world_size))
+        assert "the loss of rank 1 was not finite in step 7 (epoch 1, batch 7)" in error
+        assert steps == {BAD}
+        skipped, *counts = outcome(*fit(make, train, FiniteLoss("skip"), world_size=world_size))
+        assert counts == [{BATCHES - 1}, BATCHES, ""]
+        options = {"accumulate_grad_batches": 5, "world_size": world_size}
+        window, *counts = outcome(*fit(make, train, FiniteLoss("skip"), **options))
+        assert counts[:2] == [{1}, 2]
+        assert all(bool(tensor.isfinite().all()) for tensor in (*weights, *skipped, *window))
+        # A step that was left out has left nothing behind: not in the weights, not in the moments.
         kept = [number for number in range(BATCHES) if number != BAD]
         rest = DataLoader(torch.utils.data.Subset(loader(BATCHES).dataset, kept))
-        found[f"{name} without"] = outcome(*fit(make, rest, world_size=world_size))
+        without, *_ = outcome(*fit(make, rest, world_size=world_size))
+        assert all(map(torch.equal, skipped, without)), name
+        check_alike([*weights, *skipped, *window] if name == "ddp" else [])
     endless = loader(BATCHES, list(range(2, BATCHES)) if rank == 1 else None)
-    found["endless"] = outcome(*fit(DataParallelStrategy, endless, FiniteLoss("skip", 3), world_size=world_size))
+    weights, steps, _, error = outcome(*fit(STRATEGIES["ddp"], endless, FiniteLoss("skip", 3), world_size=world_size))
+    assert "3 steps in a row were skipped" in error
+    assert steps == {2}
+    check_alike(weights)
     poison = loader(2 * BATCHES, [BAD] if rank == 1 else None, batch_size=2)
-    found["poison"] = outcome(*fit(DataParallelStrategy, poison, FiniteLoss("skip"), norm=True, world_size=world_size))
-    return found
-
-
-def test_a_bad_loss_on_one_rank_reaches_no_weight():
-    ranks = run_distributed(_bad_losses, 2)
-    for found in ranks:
-        for name in STRATEGIES:
-            stopped, skipped, window = (found[f"{name} {how}"] for how in ("stop", "skip", "window"))
-            assert "the loss of rank 1 was not finite in step 7 (epoch 1, batch 7)" in stopped["error"]
-            assert stopped["steps"] == {BAD}
-            assert skipped["error"] == ""
-            assert (skipped["steps"], skipped["global_step"]) == ({BATCHES - 1}, BATCHES)
-            assert (window["steps"], window["global_step"]) == ({1}, 2)
-            for case in (stopped, skipped, window):
-                assert all(bool(tensor.isfinite().all()) for tensor in case["weights"])
-            # A step that was left out has left nothing behind: not in the weights, not in the moments.
-            for tensor, expected in zip(skipped["weights"], found[f"{name} without"]["weights"], strict=True):
-                assert torch.equal(tensor, expected), name
-        assert "3 steps in a row were skipped" in found["endless"]["error"]
-        assert found["endless"]["steps"] == {2}
-        assert "neither is the buffer net.0.running_mean now" in found["poison"]["error"]
-    for name in ("ddp stop", "ddp skip", "ddp window", "endless"):
-        for one, other in zip(ranks[0][name]["weights"], ranks[1][name]["weights"], strict=True):
-            assert torch.equal(one, other), name
+    _, error = fit(STRATEGIES["ddp"], poison, FiniteLoss("skip"), norm=True, world_size=world_size)
+    assert "neither is the buffer net.0.running_mean now" in error
 
 
 def test_a_bad_loss_in_a_single_process():
@@ -177,21 +176,12 @@ def _saves(rank: int, world_size: int, folder: Path) -> dict[str, float]:
         steps = {"max_steps": BAD} if bad is None else {}
         steps |= {"max_epochs": 1, "enable_checkpointing": True, "use_distributed_sampler": False}
         trainer = quiet_trainer(devices=world_size, strategy=ZeroStrategy(3), callbacks=callbacks, **steps)
-        saved: list[float] = []
-        trainer.strategy.save_checkpoint = _noting(trainer.strategy.save_checkpoint, saved)
+        saves = trainer.strategy.save_checkpoint = mock.Mock(wraps=trainer.strategy.save_checkpoint)
         with contextlib.suppress(DloError):
             trainer.fit(Net(), train)
-        found[name] = saved
+        found[name] = [call.args[0]["global_step"] for call in saves.call_args_list]
         found[f"{name} step"] = step_of(path / "checkpoints" / "last.ckpt")
     return found
-
-
-def _noting(save, saved):
-    def noted(checkpoint, *args, **options):
-        saved.append(checkpoint["global_step"])
-        save(checkpoint, *args, **options)
-
-    return noted
 
 
 def test_ranks_save_by_time_and_after_an_error_that_all_raise(tmp_path):
@@ -211,36 +201,24 @@ def test_options_are_checked():
 # --- ranks with different numbers of batches -------------------------------------------------------------------
 
 
-def _unequal(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_batches_end_with_an_error(rank: int, world_size: int) -> None:
     own = 7 if rank == 0 else 10
-    found = {}
     for name, make in STRATEGIES.items():
-        for kind, train in (("length", loader(own)), ("stream", DataLoader(Stream(own)))):
-            trainer, found[f"{name} {kind}"] = fit(make, train, EqualBatches(), world_size=world_size)
-            found[f"{name} {kind} steps"] = str(trainer.global_step)
-            limit = {"limit_train_batches": 7, "world_size": world_size}
-            trainer, found[f"{name} {kind} limited"] = fit(make, train, EqualBatches(), **limit)
-            found[f"{name} {kind} limited steps"] = str(trainer.global_step)
+        for train, message, steps in (
+            (loader(own), "number of training batches, got 7, 10 on ranks 0 to 1.*limit_train_batches to 7 or less", 0),
+            # Before the first batch that is some ranks' last.
+            (DataLoader(Stream(own)), "got 7 on rank 0 and more on the others", 6),
+        ):
+            trainer, error = fit(make, train, EqualBatches(), world_size=world_size)
+            assert re.search(message, error), error
+            assert trainer.global_step == steps
+            trainer, error = fit(make, train, EqualBatches(), world_size=world_size, limit_train_batches=7)
+            assert (trainer.global_step, error) == (7, "")
         options = {"validate": loader(own), "world_size": world_size, "num_sanity_val_steps": 0}
-        trainer, found[f"{name} validation"] = fit(make, loader(4), EqualBatches(), **options)
-        found[f"{name} validated"] = str(trainer.lightning_module.validated)
-    return found
-
-
-def test_ranks_with_different_numbers_of_batches_end_with_an_error():
-    for rank, found in enumerate(run_distributed(_unequal, 2)):
-        for name in STRATEGIES:
-            assert "same number of training batches, got 7, 10 on ranks 0 to 1" in found[f"{name} length"]
-            assert "set trainer.limit_train_batches to 7 or less" in found[f"{name} length"]
-            assert found[f"{name} length steps"] == "0"  # Before training.
-            assert "got 7 on rank 0 and more on the others" in found[f"{name} stream"]
-            assert found[f"{name} stream steps"] == "6"  # Before the first batch that is some ranks' last.
-            for kind in ("length", "stream"):
-                assert found[f"{name} {kind} limited"] == ""
-                assert found[f"{name} {kind} limited steps"] == "7"
-            if name == "ddp":  # Its forward pass needs nobody else.
-                assert found["ddp validation"] == ""
-                assert found["ddp validated"] == ("7" if rank == 0 else "10")
-            else:
-                assert "validation batches, got 7, 10 on ranks 0 to 1" in found[f"{name} validation"]
-                assert found[f"{name} validated"] == "0"
+        trainer, error = fit(make, loader(4), EqualBatches(), **options)
+        if name == "ddp":  # Its forward pass needs nobody else.
+            assert (trainer.lightning_module.validated, error) == (own, "")
+        else:
+            assert "validation batches, got 7, 10 on ranks 0 to 1" in error
+            assert trainer.lightning_module.validated == 0
