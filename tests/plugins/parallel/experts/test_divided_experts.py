@@ -72,10 +72,8 @@ def moe(
 
 def cases(*axes: dict[str, Any], trainer: dict[str, Any] | None = None, **arguments: Any) -> list[Case]:
     trainer = {**DOUBLE, **(trainer or {})}
-    return [
-        Case(partial(MeshStrategy, **{"dp_shard": 1, **of}), arguments, trainer, f"{of} {arguments} {trainer}")
-        for of in axes
-    ]
+    made = [(partial(MeshStrategy, **{"dp_shard": 1, **of}), f"{of} {arguments} {trainer}") for of in axes]
+    return [Case(strategy, arguments, trainer, name) for strategy, name in made]
 
 
 def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
@@ -95,52 +93,48 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
     assert_parity(moe, found, steps=2, rtol=RTOL)
 
 
-@pytest.mark.slow
-def test_four_ranks_of_data_axes_train_as_one_process() -> None:
-    axes: list[dict[str, Any]] = [
-        {"dp_shard": 4, "ep": 4},
-        {"dp_shard": 4, "ep": 2},
-        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-        {"dp_shard": 2, "cp": 2, "ep": 4},
-        {"dp_shard": 2, "cp": 2, "ep": 2, "cp_method": "ulysses"},
-    ]
-    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, family="qwen3_moe", layers=2)
-    found += cases({"dp_shard": 4, "ep": 2, "appliers": [CompileBlocks()]}, layers=2)
-    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.5}
+FEW: dict[str, Any] = {"layers": 2, "experts": 2}
+MICRO: dict[str, Any] = {"micro_batches": 2}
+DATA_AXES: tuple[dict[str, Any], ...] = (
+    {"dp_shard": 4, "ep": 4},
+    {"dp_shard": 4, "ep": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"dp_shard": 2, "cp": 2, "ep": 4},
+    {"dp_shard": 2, "cp": 2, "ep": 2, "cp_method": "ulysses"},
+)
+CUTS: tuple[dict[str, Any], ...] = (
+    {"dp_shard": 2, "tp": 2, "ep": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"pp": 2, "tp": 2, **MICRO},
+    {"pp": 2, "dp_shard": 2, "ep": 2, **MICRO},
+    {"pp": 2, "cp": 2, "ep": 2, **MICRO, "schedule": "ZBH1"},
+    {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 4, "schedule": "ZBV"},
+)
+ON_FOUR: dict[str, list[Case]] = {
+    "data axes": [
+        *cases(*DATA_AXES, trainer=CLIPPED, family="qwen3_moe", layers=2),
+        *cases({**DATA_AXES[1], "appliers": [CompileBlocks()]}, layers=2),
+    ],
+    "more ranks than experts": [
+        *cases(DATA_AXES[1], {"dp_shard": 2, "cp": 2, "ep": 2}, trainer=CLIPPED, **FEW),
+        *cases({"dp_shard": 4}, DATA_AXES[1], optimizer="adafactor", **FEW),
+        *cases(DATA_AXES[1], trainer={"accumulate_grad_batches": 2}, **FEW, **MICRO),
+    ],
+    "axes that cut the model": cases(*CUTS, trainer=CLIPPED),
+    "optimizers of full tensors": [
+        *(case for name in ("adafactor", "muon", "lamb") for case in cases(CUTS[0], layers=2, optimizer=name)),
+        *cases(CUTS[0], trainer=CLIPPED, own={**OWN, "capacity_factor": None}, optimizer="adafactor"),
+        *cases(CUTS[0], trainer=CLIPPED, layers=2, experts=2, optimizer="muon"),  # One expert a rank.
+        *cases({"pp": 2, "cp": 2, "ep": 2, **MICRO}, optimizer="muon"),
+    ],
+}
 
 
 @pytest.mark.slow
-def test_more_ranks_than_experts_train_as_one_process() -> None:
-    axes: list[dict[str, Any]] = [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "cp": 2, "ep": 2}]
-    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, layers=2, experts=2)
-    found += cases({"dp_shard": 4}, axes[0], layers=2, experts=2, optimizer="adafactor")
-    found += cases(axes[0], layers=2, experts=2, trainer={"accumulate_grad_batches": 2}, micro_batches=2)
-    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
-
-
-@pytest.mark.slow
-def test_four_ranks_of_axes_that_cut_the_model_train_as_one_process() -> None:
-    axes: list[dict[str, Any]] = [
-        {"dp_shard": 2, "tp": 2, "ep": 2},
-        {"dp_shard": 2, "tp": 2},
-        {"pp": 2, "tp": 2, "micro_batches": 2},
-        {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2},
-        {"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2, "schedule": "ZBH1"},
-        {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 4, "schedule": "ZBV"},
-    ]
-    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, family="mixtral")
-    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
-
-
-@pytest.mark.slow
-def test_optimizers_of_full_tensors_step_experts_of_tp_and_ep_as_in_one_process() -> None:
-    axes: dict[str, Any] = {"dp_shard": 2, "tp": 2, "ep": 2}
-    clipped = {"gradient_clip_val": 0.5}
-    found = [case for name in ("adafactor", "muon", "lamb") for case in cases(axes, layers=2, optimizer=name)]
-    found += cases(axes, trainer=clipped, own={**OWN, "capacity_factor": None}, optimizer="adafactor")
-    found += cases(axes, trainer=clipped, layers=2, experts=2, optimizer="muon")  # One expert a rank.
-    found += cases({"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2}, optimizer="muon")
-    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+@pytest.mark.parametrize("what", ON_FOUR)
+def test_four_ranks_train_as_one_process(what: str) -> None:
+    assert_parity(moe, ON_FOUR[what], steps=2, rtol=RTOL, world_size=4, timeout=1200)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Tokens that travel to the ranks with their experts: outputs and gradients of one process, and the load of each."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.language.causal_lm import CausalLM
 from support.causal_types import tiny
+from support.on_ranks import on_ranks
 from support.simulated_ranks import simulate_ranks
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer
@@ -33,21 +35,22 @@ EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 6, 10
 
 
 class Experts(nn.Module):
-    """Experts with a bias, in the form of transformers."""
+    """Experts in the form of transformers."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_bias: bool = True) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(1)
         self.num_experts = EXPERTS
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, generator=draw, dtype=torch.double))
-        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH, generator=draw, dtype=torch.double))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH, generator=draw, dtype=torch.double)) if has_bias else None
 
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)
         for expert in range(self.num_experts):
             rows, choice = torch.where(index == expert)
-            made = torch.tanh(tokens[rows] @ self.up[expert] + self.bias[expert]) * weights[rows, choice, None]
-            out = out.index_add(0, rows, made)
+            made = tokens[rows] @ self.up[expert]
+            made = torch.tanh(made if self.bias is None else made + self.bias[expert]) * weights[rows, choice, None]
+            out = out.index_add(0, rows, made.to(out.dtype))
         return out
 
 
@@ -55,33 +58,12 @@ class DenseExperts(Experts):
     """Experts in the form of Llama 4."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(has_bias=False)
         self.down = nn.Parameter(self.up.detach() + 1)
-        del self.bias
 
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
         by_expert = tokens.view(self.up.shape[0], -1, WIDTH)
         return torch.bmm(torch.tanh(torch.bmm(by_expert, self.up)), self.down).view(-1, WIDTH)
-
-
-class MatrixExperts(Experts):
-    """Experts in single precision, of two products, perhaps with a bias after them."""
-
-    def __init__(self, has_bias: bool) -> None:
-        super().__init__()
-        self.float()
-        self.down = nn.Parameter(self.up.detach() + 1)
-        if not has_bias:
-            del self.bias
-
-    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):
-            rows, choice = torch.where(index == expert)
-            made = torch.tanh(tokens[rows] @ self.up[expert]) @ self.down[expert]
-            made = (made + self.bias[expert] if hasattr(self, "bias") else made) * weights[rows, choice, None]
-            out = out.index_add(0, rows, made.to(out.dtype))
-        return out
 
 
 class Mixture(nn.Module):
@@ -115,20 +97,29 @@ def run(module: nn.Module, part: slice, only: int | None) -> dict[str, Tensor]:
     return found | {name: parameter.grad for name, parameter in module.named_parameters()}  # type: ignore[return-value]
 
 
-def both(rank: int, world_size: int) -> list[Any]:
-    found: list[Any] = []
+def divided(experts: nn.Module) -> Any:
+    """Returns the mixture, the ranks that share its experts, and those of this rank."""
+    model = nn.ModuleDict({"mlp": Mixture(experts)})
+    (mixture,) = find_mixtures(model)
+    ranks = divide_experts(model, mixture, dist.group.WORLD)
+    return mixture, ranks, model.mlp.experts  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_outputs_and_gradients_are_those_of_one_process(rank: int, world_size: int) -> None:
+    part, own = slice(rank * TOKENS, (rank + 1) * TOKENS), slice(rank * 2, rank * 2 + 2)
     for kind, only in ((Experts, None), (Experts, 2), (DenseExperts, None), (DenseExperts, 2)):
         # The last experts alone: the first rank gets no token.
         whole = run(kind(), slice(None), only)
-        model = nn.ModuleDict({"mlp": Mixture(kind())})
-        (mixture,) = find_mixtures(model)
-        ranks = divide_experts(model, mixture, dist.group.WORLD)
-        experts: Any = model.mlp.experts  # type: ignore[union-attr]
+        _, ranks, experts = divided(kind())
         assert experts.num_experts == EXPERTS // world_size
-        mine = run(experts, slice(rank * TOKENS, (rank + 1) * TOKENS), only)
-        routed_away = int((routed(only)[1][rank * TOKENS : (rank + 1) * TOKENS] // 2 == 1 - rank).sum())
-        found.append((whole, mine, ranks.sent, routed_away))
-    return found
+        mine = run(experts, part, only)
+        for name in ("out", "tokens", "weights"):
+            torch.testing.assert_close(mine[name], whole[name][part])
+        for name in {"up", "bias", "down"} & whole.keys():
+            # A strategy averages over all ranks, and so halves the gradient of one process too.
+            torch.testing.assert_close(mine[name], whole[name][own] / 2)
+        assert ranks.sent >= int((routed(only)[1][part] // 2 == 1 - rank).sum()) * WIDTH
 
 
 class Wide(DividedExperts):
@@ -139,10 +130,7 @@ class Wide(DividedExperts):
 
 def in_autocast(has_bias: bool, only: int, kind: type[DividedExperts], rank: int) -> tuple[dict[str, Tensor], int]:
     """Outputs and gradients under bf16 autocast, and bytes sent."""
-    model = nn.ModuleDict({"mlp": Mixture(MatrixExperts(has_bias))})
-    (mixture,) = find_mixtures(model)
-    ranks = divide_experts(model, mixture, dist.group.WORLD)
-    experts: Any = model.mlp.experts  # type: ignore[union-attr]
+    mixture, ranks, experts = divided(Experts(has_bias).float())
     forward = kind(experts, type(experts).forward.__get__(experts), ranks, mixture)
     tokens, index, weights = (tensor[rank * TOKENS : (rank + 1) * TOKENS] for tensor in routed(only))
     tokens, weights = tokens.float().requires_grad_(), weights.float().requires_grad_()
@@ -154,34 +142,16 @@ def in_autocast(has_bias: bool, only: int, kind: type[DividedExperts], rank: int
     return found, ranks.sent_bytes  # type: ignore[return-value]
 
 
-def narrow_and_wide(rank: int, world_size: int) -> list[tuple[bool, Any, Any]]:
-    # The last experts alone: the first rank gets no token.
-    return [
-        (has_bias, in_autocast(has_bias, only, DividedExperts, rank), in_autocast(has_bias, only, Wide, rank))
-        for has_bias in (False, True)
-        for only in (1, 2)
-    ]
-
-
-def test_tokens_under_autocast_are_sent_in_half_the_bytes_with_the_same_values() -> None:
-    for found in run_distributed(narrow_and_wide, 2):
-        for has_bias, (narrow, few), (wide, many) in found:
-            for name, value in wide.items():
-                assert value.dtype == torch.float32
-                assert torch.equal(narrow[name], value), name
-            assert few == many * (0.75 if has_bias else 0.5)
-
-
-def test_outputs_and_gradients_are_those_of_one_process() -> None:
-    for rank, found in enumerate(run_distributed(both, 2)):
-        for whole, mine, sent, routed_away in found:
-            part = slice(rank * TOKENS, (rank + 1) * TOKENS)
-            for name in ("out", "tokens", "weights"):
-                torch.testing.assert_close(mine[name], whole[name][part])
-            for name in {"up", "bias", "down"} & whole.keys():
-                # A strategy averages over all ranks, and so halves the gradient of one process too.
-                torch.testing.assert_close(mine[name], whole[name][rank * 2 : rank * 2 + 2] / 2)
-            assert sent >= routed_away * WIDTH
+@on_ranks(2)
+def test_tokens_under_autocast_are_sent_in_half_the_bytes_with_the_same_values(rank: int, world_size: int) -> None:
+    for has_bias, only in itertools.product((False, True), (1, 2)):
+        # The last experts alone: the first rank gets no token.
+        narrow, few = in_autocast(has_bias, only, DividedExperts, rank)
+        wide, many = in_autocast(has_bias, only, Wide, rank)
+        for name, value in wide.items():
+            assert value.dtype == torch.float32
+            assert torch.equal(narrow[name], value), name
+        assert few == many * (0.75 if has_bias else 0.5)
 
 
 # --- expertBalance in one process and on two ranks: the load of all ranks' tokens, by each strategy ------------------
