@@ -98,13 +98,10 @@ def test_nothing_of_the_optimizer_changes() -> None:
     held = parameters()
     before = [p.detach().clone() for p in held]
     optimizer = torch.optim.AdamW(held, lr=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     assert probe_optimizer(optimizer) == "elementwise"
     assert not optimizer.state
     assert not calls
-    assert optimizer.param_groups[0]["params"] is not None
-    assert all(torch.equal(p, old) for p, old in zip(held, before, strict=True))
-    assert schedule.last_epoch == 0
+    assert all(map(torch.equal, held, before))
     assert optimizer.param_groups[0]["lr"] == 0.0
