@@ -37,10 +37,12 @@ class Branches(nn.Module):
 class Without(Task):
     """A task whose model has no blocks, and for which nobody has written a plan."""
 
+    net: Any = Branches
+
     def configure_model(self) -> None:
         if not self.has_model:
             torch.manual_seed(0)
-            self.model = Branches()
+            self.model = self.net()
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch[1])
@@ -52,20 +54,15 @@ class Without(Task):
 class Bare(Without):
     """A model that is one layer."""
 
-    def configure_model(self) -> None:
-        if not self.has_model:
-            torch.manual_seed(0)
-            self.model = nn.Linear(WIDTH, 5)
+    net = staticmethod(lambda: nn.Linear(WIDTH, 5))
 
 
 class Twice(Without):
     """A layer that a container has twice, in a model whose blocks are inferred."""
 
-    def configure_model(self) -> None:
-        if not self.has_model:
-            torch.manual_seed(0)
-            again = nn.Linear(9, 9)
-            self.model = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), again, again, nn.Linear(9, 5))
+    def net(self) -> nn.Module:
+        again = nn.Linear(9, 9)
+        return nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), again, again, nn.Linear(9, 5))
 
 
 def made(kind: type[Task]) -> Task:

@@ -83,31 +83,31 @@ SOME = ["zero1 ddp", "ddp zero3", "zero3 fsdp", "fsdp fsdp"]
 SOME_AROUND = ["ddp", "zero3", "fsdp"]
 
 
-def _in_turn(rank: int, world: int, pairs: list[str]) -> dict[str, Any]:
+def _in_turn(rank: int, world: int, pairs: list[str]) -> None:
     """Fits one module under each pair's strategies in turn, by two Trainers; the first is gone by then, or not."""
-    found: dict[str, Any] = {}
+    expected: Any = None
     for pair in ["ddp ddp", *pairs]:
         module, kept = Module(), []
         for name in pair.split():
             run = fit(rank, world, module, MAKE[name]())
             kept += [run] if pair != "zero1 ddp" else []
-        found[pair] = module.losses, gather_full_weights(run)
-    return found
+        found = torch.tensor(module.losses), gather_full_weights(run)
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda text, pair=pair: pair + text)
 
 
-def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, Any]:
+def _around(rank: int, world: int, folder: Path, names: list[str]) -> None:
     """What is there of a module before a run, and once it has ended."""
-    found: dict[str, Any] = {}
     module = Module()
     run = fit(rank, world, module, ZeroStrategy(3))
     weight = module.net.stem.weight
-    found["read"] = (weight.shape, bool(weight.isnan().all()))
+    assert (weight.shape, bool(weight.isnan().all())) == (torch.Size([6, 6]), True)
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
         weight.add_(1)
     with pytest.raises(DloError, match="must be taken of a module whose parameters are gathered"):
         module.net.state_dict()
-    found["names"] = run.strategy.state_names()
-    found["copies"] = copy.deepcopy(module)._dlo_owner, pickle.loads(pickle.dumps(module._dlo_owner))
+    assert run.strategy.state_names() == set(Module().state_dict())
+    assert copy.deepcopy(module)._dlo_owner is pickle.loads(pickle.dumps(module._dlo_owner)) is None
     with pytest.raises(DloError, match=r"must have full parameters for SingleProcessStrategy on 1 ranks, .* among 2"):
         fit(0, 1, module, "auto")
     sharded = Module()
@@ -124,9 +124,12 @@ def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, 
         early.save_checkpoint(folder / f"{name}.ckpt")
         saved = load(folder / f"{name}.ckpt")["state_dict"]
         torch.testing.assert_close({key: saved[key] for key in saved}, dict(Module().state_dict()), rtol=0, atol=0)
+    losses = {name: _evaluate(rank, world, name, folder / f"{name}-fitted.ckpt") for name in names}
+    first, other, *others = losses["ddp"]
+    assert others == pytest.approx([first, first])
+    assert abs(first - other) > 0.1
     for name in names:
-        found[f"{name} evaluates"] = _evaluate(rank, world, name, folder / f"{name}-fitted.ckpt")
-    for name in names:
+        assert losses[name] == pytest.approx(losses["ddp"], rel=1e-4), name
         refused = pytest.raises(DloError, match=r"must come from self\.manual_backward")
         with contextlib.nullcontext() if name == "ddp" else refused:
             fit(rank, world, ByHand(), MAKE[name]())
@@ -135,11 +138,10 @@ def _around(rank: int, world: int, folder: Path, names: list[str]) -> dict[str, 
     fit(rank, world, Closing(), ZeroStrategy(2))
     with pytest.raises(DloError, match=r"got net.stem.weight in optimizers 0 \(SGD\) and 1 \(Adam\)"):
         fit(rank, world, Twice(), ZeroStrategy(2))
-    for name, key in (("fsdp", "twice"), ("ddp", "twice under ddp")):
-        module = Twice()
-        fit(rank, world, module, MAKE[name]())
-        found[key] = module.losses
-    return found
+    sharded, full = Twice(), Twice()
+    fit(rank, world, sharded, FSDPStrategy())
+    fit(rank, world, full, DataParallelStrategy())
+    assert sharded.losses == pytest.approx(full.losses, rel=1e-5)
 
 
 def _evaluate(rank: int, world: int, name: str, path: Path) -> list[float]:
@@ -154,29 +156,11 @@ def _evaluate(rank: int, world: int, name: str, path: Path) -> list[float]:
     return [run.validate(of, mine(rank, world), ckpt_path=at, verbose=False)[0]["val"] for of, at in turns]
 
 
-def _both(rank: int, world: int, folder: Path, pairs: list[str], names: list[str]) -> Any:
-    return _in_turn(rank, world, pairs), _around(rank, world, folder, names)
-
-
 @pytest.mark.parametrize(
     ("pairs", "names"),
     [(SOME, SOME_AROUND), pytest.param(PAIRS, [*MAKE], marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_a_module_goes_from_run_to_run_as_under_ddp(tmp_path: Path, pairs: list[str], names: list[str]) -> None:
-    for turns, around in run_distributed(_both, 2, tmp_path, pairs, names, timeout=300):
-        assert list(turns) == ["ddp ddp", *pairs]
-        losses, weights = turns.pop("ddp ddp")
-        for pair, (found, whole) in turns.items():
-            assert found == pytest.approx(losses, rel=1e-5), pair
-            for key in weights:
-                torch.testing.assert_close(whole[key], weights[key], rtol=1e-4, atol=1e-6, msg=f"{pair} {key}")
-        assert around["read"] == (torch.Size([6, 6]), True)
-        assert not weights or around["names"] == set(weights)
-        assert around["copies"] == (None, None)
-        losses = around["ddp evaluates"]
-        assert losses == pytest.approx([losses[0], losses[1], losses[0], losses[0]])
-        assert abs(losses[0] - losses[1]) > 0.1
-        for name in names:
-            assert around[f"{name} evaluates"] == pytest.approx(losses, rel=1e-4), name
-        assert around["twice"] == pytest.approx(around["twice under ddp"], rel=1e-5)
+    run_distributed(_in_turn, 2, pairs, timeout=300)
+    run_distributed(_around, 2, tmp_path, names, timeout=300)

@@ -23,6 +23,7 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM
 from support.fsdp_nets import Module, WithAdafactor, fit, mine, trainer
 from support.late import DEVICE, LateCopied, OnDevice, late, late_along_axes
+from support.on_ranks import on_ranks
 from support.token_batches import GROUPED, Tokens
 
 #: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
@@ -88,24 +89,27 @@ class Foreign(Callback):
         pass
 
 
-def _overlap(rank: int, world_size: int) -> dict[str, Any]:
-    """Returns what is on its way as steps begin and after them, and the losses beside those of the same in order."""
-    found = {}
-    for name, kind, callbacks in (
-        ("plain", Pending, []),
-        ("a module that may read weights", ReadsWeights, []),
-        ("a callback that may read weights", Pending, [Foreign()]),
-    ):
+@on_ranks(2)
+def test_parameters_arrive_while_forward_runs_unless_somebody_may_read_them(rank: int, world_size: int) -> None:
+    for kind, callbacks in ((Pending, []), (ReadsWeights, []), (Pending, [Foreign()])):
         module = kind()
         with late():
             fit(rank, world_size, module, OnDevice(2, bucket_mb=BUCKET_MB), callbacks=callbacks)
-        found[name] = module.before, module.after
+        first, *later = module.before
+        assert first == []
+        if kind is ReadsWeights or callbacks:
+            assert not any(later)
+            continue
+        for names in later:
+            assert names
+            assert all(name.startswith("net.blocks.") for name in names), names  # All else is waited for by then.
+        assert not any(module.after)
     for stage in (1, 2):
         module = PenalisedLater()
         run = fit(rank, world_size, module, OnDevice(stage, bucket_mb=BUCKET_MB))
         assert f"under zero{stage}, weights read as NaN" in _message(run, 0)
-        found[f"later, stage {stage}"] = module.losses, []
-    return found
+        # Never the values of the step before, without a word.
+        assert [math.isnan(loss) for loss in module.losses] == [False] * 3 + [True], module.losses
 
 
 class Blocking(Module):
@@ -146,13 +150,13 @@ def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
     return found
 
 
-def _both_ways(rank: int, world_size: int, cases: list[tuple[str, type[Module]]]) -> dict[str, Any]:
-    found = {}
+def _both_ways(rank: int, world_size: int, cases: list[tuple[str, type[Module]]]) -> None:
     for name, kind in cases:
         in_order = _losses(rank, world_size, STRATEGIES[name], kind())
         with late() as started:
-            found[f"{name}, {kind.__name__}"] = in_order, _losses(rank, world_size, STRATEGIES[name], kind()), started
-    return found
+            assert _losses(rank, world_size, STRATEGIES[name], kind()) == in_order, (name, kind)
+        # The double was in their place.
+        assert all(started.values()) or not name.startswith("zero"), (name, kind, started)
 
 
 #: Strategies along the axes of a mesh, with what each starts before it waits.
@@ -184,11 +188,9 @@ class Language(CausalLM):
         self.__dict__.setdefault("sums", []).append(float(torch.stack(own).sum()))
 
 
-def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
-    """Returns sums of each step's weights in order and late, and what was started."""
-    found = {}
+def _along_axes(rank: int, world_size: int, names: list[str]) -> None:
     for name in names:
-        options, _ = AXES[name]
+        options, expected = AXES[name]
 
         def weights(options: dict[str, Any] = options) -> list[float]:
             torch.manual_seed(0)
@@ -198,9 +200,10 @@ def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
             return task.sums
 
         in_order = weights()
+        assert len(set(in_order)) == len(in_order) > 2, name
         with late_along_axes() as started:
-            found[name] = in_order, weights(), {what for what, times in started.items() if times}
-    return found
+            assert weights() == in_order, name
+        assert {what for what, times in started.items() if times} >= expected, (name, started)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +212,7 @@ def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     ids=["some", "all"],
 )
 def test_weights_are_the_same_where_messages_along_the_axes_of_a_mesh_arrive_late(names: list[str]) -> None:
-    for found in run_distributed(_along_axes, 2, names, timeout=280):
-        assert list(found) == names
-        for name, (in_order, ran_late, started) in found.items():
-            assert len(set(in_order)) == len(in_order) > 2, name
-            assert ran_late == in_order, name
-            assert started >= AXES[name][1], (name, started)
+    run_distributed(_along_axes, 2, names, timeout=280)
 
 
 #: Each stage, each place of offloading, and FSDP.
@@ -237,11 +235,7 @@ ALL = [
     ("ranks", "cases"), [(2, SOME), *(pytest.param(ranks, ALL, marks=pytest.mark.slow) for ranks in (1, 2))]
 )
 def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int, cases: list[Any]) -> None:
-    for found in run_distributed(_both_ways, ranks, cases, timeout=280):
-        for name, (in_order, ran_late, started) in found.items():
-            assert ran_late == in_order, name
-            if name.startswith("zero"):
-                assert all(started.values()), (name, started)  # The double was in their place.
+    run_distributed(_both_ways, ranks, cases, timeout=280)
 
 
 def _alone(rank: int, world_size: int) -> tuple[Any, Any]:
@@ -259,21 +253,6 @@ def test_one_rank_steps_master_weights_in_full_and_waits_for_nothing_but_the_gra
         assert all(0 < waits <= landing if landing else waits == 0 for waits in later), (name, later, landing)
         # What the CPU steps is a copy of what lies on the device, brought before the first step.
         assert first <= landing * (2 if name == "zero3 optimizer" else 1), name
-
-
-def test_parameters_arrive_while_forward_runs_unless_somebody_may_read_them() -> None:
-    for found in run_distributed(_overlap, 2, timeout=100):
-        for stage in (1, 2):  # Never the values of the step before, without a word.
-            losses, _ = found.pop(f"later, stage {stage}")
-            assert [math.isnan(loss) for loss in losses] == [False] * 3 + [True], losses
-        (first, *later), after = found.pop("plain")
-        assert first == []
-        for names in later:
-            assert names
-            assert all(name.startswith("net.blocks.") for name in names), names  # All else is waited for by then.
-        assert not any(after)
-        for name, (before, _) in found.items():
-            assert not any(before), name
 
 
 def test_copies_of_each_direction_have_a_stream_and_nothing_but_streams_waits(monkeypatch: pytest.MonkeyPatch) -> None:
