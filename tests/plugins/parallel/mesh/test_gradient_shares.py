@@ -42,9 +42,7 @@ def mesh(name: str, **sharding: Any) -> MeshStrategy:
     return MeshStrategy(**MESHES[name], appliers=[FullyShard(**sharding)])
 
 
-def fit(
-    task: Task, batches: list[Any], strategy: Any, save: Path | None = None, resume: Path | None = None
-) -> dict[str, Tensor]:
+def fit(task: Task, batches: list[Any], strategy: Any, save: Any = None, resume: Any = None) -> dict[str, Tensor]:
     """Returns the weights that a run ends with."""
     spec = strategy.spec if isinstance(strategy, MeshStrategy) else None
     data, world = (1, 1) if spec is None else (spec.dp_shard, torch.distributed.get_world_size())
@@ -168,16 +166,12 @@ TIED_CASES: dict[str, tuple[list[tuple[int, int]], bool]] = {
 
 def pictures(case: str) -> list[Any]:
     draw = torch.Generator().manual_seed(1)
-    return [
-        {
-            "ids": torch.randint(11, (ROWS,), generator=draw),
-            "features": torch.randn(ROWS, 6, generator=draw),
-            "labels": torch.randint(11, (ROWS,), generator=draw),
-            "first": first,
-            "last": last,
-        }
-        for first, last in TIED_CASES[case][0]
-    ]
+    found = []
+    for first, last in TIED_CASES[case][0]:
+        ids, labels = torch.randint(11, (2, ROWS), generator=draw)
+        features = torch.randn(ROWS, 6, generator=draw)
+        found.append({"ids": ids, "features": features, "labels": labels, "first": first, "last": last})
+    return found
 
 
 def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], Tensor]]:

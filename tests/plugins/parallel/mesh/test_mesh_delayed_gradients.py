@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.run.resume import ExactResume
@@ -32,7 +32,6 @@ from dlo_tasks.language.causal_lm import CausalLM
 from support.fsdp_nets import Batches, trainer
 from support.runs import Watch
 from support.token_batches import FAMILIES, packed_rows
-from support.trainers import quiet_trainer
 
 BATCHES, ROWS = 6, 8
 STOPS = (1, 4)  # In the first accumulation and after the second.
@@ -134,6 +133,9 @@ def simulate_masters(micro_batches: int = 4) -> tuple[list[float], dict[str, Ten
     return losses, {name: p.detach() for name, p in masters.items()}
 
 
+EVALUATED = {"val_check_interval": 2, "limit_val_batches": 2}
+
+
 def delayed(losses: list[float]) -> list[float]:
     return [losses[0], *losses[:-1]]
 
@@ -144,9 +146,7 @@ class Notes(Callback):
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self.losses = folder, list[Tensor]()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = batch_loss(trainer, outputs)
         assert loss is not None
         self.losses.append(loss.detach().clone())
@@ -154,40 +154,22 @@ class Notes(Callback):
             trainer.save_checkpoint(self.folder / f"{batch_idx + 1}.ckpt")
 
 
-def trainer_of(
-    ranks: int, folder: Path, *callbacks: Callback, schedule: str = "PipeDream2BW", **options: Any
-) -> Trainer:
-    axes = {"pp": ranks, "dp_shard": 1, **options.pop("axes", {})}
-    with_defaults = add_default_callbacks(
-        list(callbacks), run_folder=folder, model=Regression(), progress_bar=False, checkpoints=False
-    )
-    return quiet_trainer(
-        devices=ranks * axes.get("tp", 1) * axes.get("dp_replicate", 1) * axes["dp_shard"],
-        strategy=MeshStrategy(schedule=schedule, micro_batches=4, **axes, **options.pop("strategy", {})),
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        callbacks=with_defaults,
-        **{"limit_val_batches": 0, **options},
-    )
-
-
 def fit(
-    ranks: int,
-    folder: Path,
-    *callbacks: Callback,
-    save: Path | None = None,
-    resume: Path | None = None,
-    task: Any = None,
-    **options: Any,
+    folder: Path, *callbacks: Callback, save: Path | None = None, resume: Path | None = None, **options: Any
 ) -> Any:
+    """Returns losses and weights; `axes` and `strategy` are options of the mesh, the others of the trainer."""
     seed_everything(4, verbose=False)
-    notes = Notes(save)
-    trainer = trainer_of(ranks, folder, notes, *callbacks, **options)
-    spec = trainer.strategy.mesh_spec()  # type: ignore[attr-defined]
-    at = spec.coordinates(trainer.global_rank)
+    axes = {"pp": 2, "dp_shard": 1, **options.pop("axes", {})}
+    task, notes = options.pop("task", Regression()), Notes(save)
+    strategy = {"schedule": "PipeDream2BW", "micro_batches": 4, **axes, **options.pop("strategy", {})}
+    given = {"run_folder": folder, "model": task, "progress_bar": False, "checkpoints": False}
+    own = add_default_callbacks([notes, *callbacks], **given)
+    run = trainer(math.prod(axes.values()), MeshStrategy(**strategy), callbacks=own, **options)
+    spec = run.strategy.mesh_spec()  # type: ignore[attr-defined]
+    at = spec.coordinates(run.global_rank)
     loaders = [loader(at.dp_replicate * spec.dp_shard + at.dp_shard, spec.data_size) for _ in range(2)]
-    trainer.fit(task or Regression(), *loaders, ckpt_path=resume)
-    return notes.losses, gather_full_weights(trainer)
+    run.fit(task, *loaders, ckpt_path=resume)
+    return notes.losses, gather_full_weights(run)
 
 
 def simulate(nan_at: int = -1, needs_full: bool = False, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -223,21 +205,18 @@ class NoWaits(Callback):
 
 
 def _trains(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    found = {
-        "whole": fit(2, folder, save=folder),
-        "evaluated": fit(2, folder, val_check_interval=2, limit_val_batches=2),
-    }
-    found["noisy"] = fit(2, folder, save=folder / "noisy", task=Regression(dropout=0.3))
-    found["noisy 1"] = fit(2, folder, resume=folder / "noisy" / "1.ckpt", task=Regression(dropout=0.3))
-    found["skipped"] = fit(2, folder, FiniteLoss(on_nan="skip"), task=Regression(nan_at=2))
-    found["1F1B"] = fit(2, folder, resume=folder / "4.ckpt", schedule="1F1B")
+    found = {"whole": fit(folder, save=folder), "evaluated": fit(folder, **EVALUATED)}
+    found["noisy"] = fit(folder, save=folder / "noisy", task=Regression(dropout=0.3))
+    found["noisy 1"] = fit(folder, resume=folder / "noisy" / "1.ckpt", task=Regression(dropout=0.3))
+    found["skipped"] = fit(folder, FiniteLoss(on_nan="skip"), task=Regression(nan_at=2))
+    found["1F1B"] = fit(folder, resume=folder / "4.ckpt", strategy={"schedule": "1F1B"})
     with pytest.raises(DloError, match=r"the loss .* was not finite in step"):
-        fit(2, folder, task=Regression(nan_at=2))
-    found["accumulated"] = fit(2, folder, save=folder / "accumulated", accumulate_grad_batches=2)
+        fit(folder, task=Regression(nan_at=2))
+    found["accumulated"] = fit(folder, save=folder / "accumulated", accumulate_grad_batches=2)
     resume = folder / "accumulated" / "1.ckpt"
-    found["accumulated 1"] = fit(2, folder, resume=resume, accumulate_grad_batches=2)
+    found["accumulated 1"] = fit(folder, resume=resume, accumulate_grad_batches=2)
     # GracefulStop, which `dlo fit` adds, replaces Lightning's broadcast before each batch.
-    fit(2, folder, NoWaits(), GracefulStop(folder), enable_checkpointing=True)
+    fit(folder, NoWaits(), GracefulStop(folder), enable_checkpointing=True)
     return found
 
 
@@ -291,7 +270,7 @@ def _copies(folder: Path, name: str, dp_shard: int, **more: Any) -> Any:
     options["task"] = Regression(needs_full=COPIES[name].get("needs_full", False))
     if "sharding" in COPIES[name]:
         options["strategy"] = {"appliers": [FullyShard(**COPIES[name]["sharding"])]}
-    return fit(2, folder, axes={"dp_shard": dp_shard}, **options | more)
+    return fit(folder, axes={"dp_shard": dp_shard}, **options | more)
 
 
 def _with_copies(rank: int, world_size: int, folder: Path, names: list[str]) -> Any:
@@ -300,10 +279,9 @@ def _with_copies(rank: int, world_size: int, folder: Path, names: list[str]) -> 
         save = folder / name
         found[name] = _copies(folder, name, shards, save=save)
         found[f"{name}, resumed"] = _copies(folder, name, shards, resume=save / "4.ckpt")
-    evaluated = {"val_check_interval": 2, "limit_val_batches": 2}
-    found["param_dtype, evaluated"] = _copies(folder, "param_dtype", shards, **evaluated)
+    found["param_dtype, evaluated"] = _copies(folder, "param_dtype", shards, **EVALUATED)
     # Masters of one layout are the weights of another one, which has none.
-    found["moved"] = fit(2, folder, resume=folder / "param_dtype" / "1.ckpt", axes={"dp_shard": shards}, **HALF)
+    found["moved"] = fit(folder, resume=folder / "param_dtype" / "1.ckpt", axes={"dp_shard": shards}, **HALF)
     return found
 
 
@@ -312,9 +290,8 @@ def _with_copies(rank: int, world_size: int, folder: Path, names: list[str]) -> 
     ("ranks", "names"),
     [(2, ["offload, full tensors", "param_dtype"]), pytest.param(4, [*COPIES], marks=pytest.mark.slow)],
 )
-def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(
-    tmp_path: Path, ranks: int, names: list[str]
-) -> None:
+def test_optimizers_step_copies_of_rows(tmp_path: Path, ranks: int, names: list[str]) -> None:
+    """Copies in CPU memory, or of another dtype."""
     found = run_distributed(_with_copies, ranks, tmp_path, names, backend=None, timeout=280, group_timeout=90)
     for name in names:
         options = COPIES[name]
@@ -337,9 +314,10 @@ def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(
 
 
 def _with_others(rank: int, world_size: int, folder: Path, names: list[str]) -> Any:
-    found = {name: fit(2, folder, save=folder / name, **BESIDE[name]) for name in names}
-    found["dp_shard, resumed"] = fit(2, folder, resume=folder / "dp_shard" / "4.ckpt", **BESIDE["dp_shard"])
-    found["from 1F1B"] = fit(2, folder, resume=folder / "dp_shard" / "4.ckpt", schedule="1F1B", axes={"dp_shard": 2})
+    found = {name: fit(folder, save=folder / name, **BESIDE[name]) for name in names}
+    found["dp_shard, resumed"] = fit(folder, resume=folder / "dp_shard" / "4.ckpt", **BESIDE["dp_shard"])
+    plain = {"strategy": {"schedule": "1F1B"}, "axes": {"dp_shard": 2}}
+    found["from 1F1B"] = fit(folder, resume=folder / "dp_shard" / "4.ckpt", **plain)
     return found
 
 
@@ -363,9 +341,7 @@ def test_it_goes_with_data_and_tensor_parallelism(tmp_path: Path, names: list[st
 
 def test_a_loss_scale_is_refused() -> None:
     options = PipelineOptions("PipeDream2BW")
-    with pytest.raises(
-        DloError, match=r"precision must be without a loss scale for PipeDream2BW, .* got 16-mixed; set"
-    ):
+    with pytest.raises(DloError, match=r"must be without a loss scale for PipeDream2BW, .* got 16-mixed; set"):
         options.check_schedule(2, "16-mixed")
 
 
@@ -405,7 +381,6 @@ def fit_packed(world: int, strategy: Any, *, is_late: bool = False, save: Path |
     losses, resume = Watch(), options.pop("resume", None)
     settings = {"precision": "64-true", "gradient_clip_val": 0.5, "max_steps": STEPS, "max_epochs": -1, **options}
     run = trainer(world, strategy, callbacks=[losses, ExactResume()], **settings)
-    use_canonical_checkpoints(run)
     run.fit(Model(is_late), packed_batches(), ckpt_path=resume)
     if save is not None:
         run.save_checkpoint(save)
@@ -417,8 +392,7 @@ def mesh(**options: Any) -> MeshStrategy:
 
 
 def _alone(rank: int, world: int) -> Any:
-    found = fit_packed(1, "auto", is_late=True), fit_packed(1, "auto")
-    return found
+    return fit_packed(1, "auto", is_late=True), fit_packed(1, "auto")
 
 
 def _by_mesh(rank: int, world: int, folder: Path, meshes: list[str]) -> dict[str, Any]:

@@ -37,40 +37,25 @@ class WithFullAdagrad(CausalLM):
         return FullAdagrad(self.parameters(), lr=1e-2, initial_accumulator_value=0.1)
 
 
-def llm(
-    family: str = "llama", layers: int = 4, micro_batches: int = 1, kind: type[CausalLM] = CausalLM, **options: Any
-) -> tuple[Any, Any]:
-    config = {
-        "model_type": family,
-        **FAMILIES[family],
-        ("n_layer" if family == "gpt2" else "num_hidden_layers"): layers,
-    }
-    if family == "gpt2":
-        config |= {"attn_pdrop": 0.0}
+def llm(family: str = "llama", layers: int = 4, micro_batches: int = 1, kind: Any = CausalLM, **options: Any) -> Any:
+    config = {"model_type": family, **FAMILIES[family]}
+    config |= {"n_layer": layers, "attn_pdrop": 0.0} if family == "gpt2" else {"num_hidden_layers": layers}
     # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
     more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
     return kind(config=config, **more), Tokens(micro_batches, rows=ROWS)
 
 
-def vit(qk_norm: bool = False, optimizer: str = "adamw", **options: Any) -> tuple[Any, Any]:
-    extra = {"qk_norm": True, "init_values": 0.1} if qk_norm else {}
-    task = ImageClassifier(
-        "vit_tiny_patch16_224",
-        model_args={**VIT, **extra},
-        num_classes=10,
-        lr=1e-3,
-        optimizer=optimizer,
-        **{"optimizer_args": {"eps": 1e-4} if optimizer == "adamw" else {}, **options},
-    )
+def vit(qk_norm: bool = False, **options: Any) -> tuple[Any, Any]:
+    args = {**VIT, "qk_norm": True, "init_values": 0.1} if qk_norm else VIT
+    given: dict[str, Any] = {"model_args": args, "num_classes": 10, "lr": 1e-3, "optimizer_args": {"eps": 1e-4}}
+    task = ImageClassifier("vit_tiny_patch16_224", **given | options)
     return task, DigitsData(image_size=16, batch_size=ROWS, val_fraction=0.01)  # 18 images: the last batch has two.
 
 
 def mesh(**options: Any) -> partial[MeshStrategy]:
     if options.get("pp", 1) > 1:
-        options = {
-            "micro_batches": 4 if options.get("dp_shard", 1) * options.get("dp_replicate", 1) < 4 else 2,
-            **options,
-        }
+        copies = options.get("dp_shard", 1) * options.get("dp_replicate", 1)
+        options = {"micro_batches": 4 if copies < 4 else 2, **options}
     return partial(MeshStrategy, **{"dp_shard": 1, **options})
 
 
@@ -93,9 +78,9 @@ SCHEDULES: tuple[dict[str, Any], ...] = tuple(
     for name in pipeline_schedules.SCHEDULES.loaded()
     if name != "1F1B" and pipeline_schedules.flushes(name)
 )
-PAIRS = tuple({a: 2, b: 2} for a, b in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 2))
-THREES = tuple(
-    dict.fromkeys(some, 2) for some in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 3)
+PAIRS, THREES = (
+    [dict.fromkeys(some, 2) for some in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), count)]
+    for count in (2, 3)
 )
 
 

@@ -429,10 +429,7 @@ def test_blocks_of_one_size_are_shared_out_with_the_head_counted() -> None:
 
 def test_the_data_tell_how_long_sequences_are() -> None:
     task = causal().on_meta()
-    costs = {
-        length: forward_costs(task, task.parallel_plan(), SimpleNamespace(seq_len=length)) for length in (64, 1024)
-    }
-    short, long = costs[64], costs[1024]
+    short, long = (forward_costs(task, task.parallel_plan(), SimpleNamespace(seq_len=at)) for at in (64, 1024))
     assert short is not None
     assert long is not None
     assert long.head == 16 * short.head == 2 * 64 * 100 * 1024

@@ -1,8 +1,15 @@
-"""The check before a run goes one step with each distinct rank's part on fake tensors: what passes runs."""
+"""The check before a run goes one step with each distinct rank's part on fake tensors: what passes runs.
+
+Slow: every type of causal language model, and a model of each timm module, with random weights. Where the check of a
+mesh passes, two gloo ranks train two steps, and their losses are those of one process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -20,6 +27,7 @@ from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_copy, fake_tensors
 from dlo_framework.plan import Applier, ParallelPlan, Phase, Rule
+from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh import mesh_simulation
@@ -29,7 +37,10 @@ from dlo_plugins.parallel.tensor.tp_plan import measure_coverage
 from dlo_plugins.schedules.lr_curves import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language.causal_lm import CausalLM
-from support.causal_types import tiny
+from support.causal_types import SIZES, TYPES, tiny
+from support.image_models import IMAGE_MODELS, TRANSFORMERS, options
+from support.runs import Losses
+from support.token_batches import Batches
 from support.trainers import quiet_trainer
 
 WIDTH, HEADS, TOKENS = 48, 6, 8
@@ -73,11 +84,11 @@ class Net(nn.Module):
 
 
 class Words(Task):
-    blocks = 4
+    net, blocks = Net, 4
 
     def configure_model(self) -> None:
         if not self.has_model:
-            self.model = Net(self.blocks)
+            self.model = self.net(self.blocks)
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
@@ -101,13 +112,19 @@ def strategy_of(ranks: int, **axes: Any) -> MeshStrategy:
 
 
 def causal(kind: str, **more: Any) -> CausalLM:
-    return CausalLM(config=tiny(kind, **more))
+    return CausalLM(config=tiny(kind, **more), optimizer="sgd", lr=0.1, schedule="constant")
+
+
+def check_plan(task: Task, axis: str) -> None:
+    strategy = strategy_of(2, **{axis: 2})
+    strategy.check_model(task, Windows())
+    strategy.describe(task, Windows())
 
 
 class Windows:
     """What a datamodule tells before it has read data."""
 
-    seq_len, batch_size = 16, 8
+    seq_len, batch_size, num_classes = 16, 8, 3
 
 
 def test_heads_that_ranks_do_not_divide_are_named_with_their_rules_and_a_size_that_works() -> None:
@@ -182,21 +199,15 @@ class Branching(Net):
 
 
 def test_a_forward_that_goes_by_values_is_rehearsed_as_far_as_it_can_be() -> None:
-    class ByValue(Words):
-        needs = ""
+    def by_value(what: str = "") -> Task:
+        return type("ByValue", (Words,), {"net": type("Needing", (Branching,), {"needs": what})})()
 
-        def configure_model(self) -> None:
-            if not self.has_model:
-                self.model = Branching(self.blocks)
-                self.model.needs = self.needs
-
-    strategy_of(2, pp=2).check_model(ByValue())
+    strategy_of(2, pp=2).check_model(by_value())
     with pytest.raises(DloError, match=r"'blocks\.0\.attn'"):
-        strategy_of(4, tp=4).check_model(ByValue())
+        strategy_of(4, tp=4).check_model(by_value())
     # Neither passes on one rank, so nothing can be said of many.
-    for needs in ("shapes", "a value"):
-        ByValue.needs = needs
-        strategy_of(4, tp=4).check_model(ByValue())
+    for what in ("shapes", "a value"):
+        strategy_of(4, tp=4).check_model(by_value(what))
 
 
 def test_a_loss_that_cannot_be_rehearsed_gives_way_to_a_stand_in() -> None:
@@ -226,9 +237,7 @@ def test_a_loss_that_no_rank_can_compute_is_named() -> None:
 
 def test_mixtures_whose_experts_are_one_product_are_weighed_and_checked() -> None:
     task = causal("mixtral")
-    strategy = strategy_of(2, pp=2)
-    strategy.check_model(task, Windows())
-    strategy.describe(task, Windows())
+    check_plan(task, "pp")
     on_meta = task.on_meta()
     costs = forward_costs(on_meta, on_meta.parallel_plan(), Windows())
     assert costs is not None
@@ -263,10 +272,8 @@ def test_a_copy_with_fake_tensors_shares_what_objects_hold():
     ],
 )
 def test_models_that_failed_in_their_ranks_are_cut(task: Task, axis: str) -> None:
-    """All others are slow, in test_rehearsed_plans."""
-    strategy = strategy_of(2, **{axis: 2})
-    strategy.check_model(task, Windows())
-    strategy.describe(task, Windows())
+    """All others are slow, below."""
+    check_plan(task, axis)
 
 
 class Unused(Net):
@@ -280,13 +287,7 @@ class Unused(Net):
 
 
 class Spare(Words):
-    freezes = False
-
-    def configure_model(self) -> None:
-        if not self.has_model:
-            self.model = Unused(self.blocks)
-            for name, parameter in self.model.named_parameters():
-                parameter.requires_grad = not (self.freezes and "spare" in name)
+    net = Unused
 
     def parallel_plan(self) -> ParallelPlan:
         return replace(super().parallel_plan(), head=("head", "spare"))
@@ -305,7 +306,9 @@ def test_parameters_without_a_gradient_are_refused_before_a_process_starts() -> 
     make_strategy(appliers=[FullyShard(find_unused=True)]).check_model(Spare())
     make_strategy().check_model(Spare(), trains=False)
     frozen = Spare()
-    frozen.freezes = True
+    frozen.configure_model()
+    for name, parameter in frozen.model.named_parameters():  # type: ignore[union-attr]
+        parameter.requires_grad = "spare" not in name
     make_strategy().check_model(frozen)
 
 
@@ -383,30 +386,20 @@ class Middle(Net):
     ("part", "after_all", "refused"),
     [
         ("stem", True, r"stem must run before the first block, got a forward that calls 'middle' after 'blocks\.3'"),
-        (
-            "head",
-            False,
-            r"head must run after the last block, got a forward of Middle that calls 'middle' before 'blocks\.3'",
-        ),
+        ("head", False, r"head must run after the last block, .* Middle that calls 'middle' before 'blocks\.3'"),
         ("head", True, None),
     ],
 )
 def test_a_layer_that_a_plan_names_in_the_wrong_part_is_named(part: str, after_all: bool, refused: str | None) -> None:
-    class Task(Words):
-        def configure_model(self) -> None:
-            if not self.has_model:
-                self.model = Middle(self.blocks)
-                self.model.after_all = after_all
+    class Named(Words):
+        net = type("Middle", (Middle,), {"after_all": after_all})
 
         def parallel_plan(self) -> ParallelPlan:
             plan = super().parallel_plan()
             return replace(plan, **{part: (*getattr(plan, part), "middle")})
 
-    if refused is None:
-        strategy_of(2, pp=2).check_model(Task())
-    else:
-        with pytest.raises(DloError, match=refused):
-            strategy_of(2, pp=2).check_model(Task())
+    with contextlib.nullcontext() if refused is None else pytest.raises(DloError, match=refused):
+        strategy_of(2, pp=2).check_model(Named())
 
 
 def test_parameters_of_the_model_itself_are_named_among_those_in_full() -> None:
@@ -465,3 +458,113 @@ def test_an_applier_of_phase_shard_that_shards_itself_is_refused() -> None:
 
     with pytest.raises(DloError, match=r"appliers must leave sharding to FullyShard, got a DTensor .* from Own"):
         fit(Words(), MeshStrategy(appliers=[Own()]))
+
+
+# --- every type of language model, and a model of each timm module ---------------------------------------------------
+
+
+ROWS, STEPS = 4, 2
+#: Models that ranks train before others take their place: each leaves process groups behind.
+AT_ONCE = 40
+#: Losses in single precision, whose last bits depend on the order of sums; experts are chosen by them.
+RTOL = 2e-4
+
+
+def make(kind: str, name: str) -> Task:
+    if kind == "text":
+        return causal(name, dropout=False)
+    return ImageClassifier(name, num_classes=3, optimizer="sgd", lr=0.01, schedule="constant", **options(name))
+
+
+def batches(kind: str, task: Any) -> list[Any]:
+    draw = torch.Generator().manual_seed(3)
+    found: list[Any] = []
+    for _ in range(STEPS):
+        if kind == "image":
+            images = torch.randn(ROWS, 3, task.image_size, task.image_size, generator=draw)
+            found.append((images, torch.randint(3, (ROWS,), generator=draw)))
+            continue
+        ids = torch.randint(3, SIZES["vocab_size"], (ROWS, Windows.seq_len + 1), generator=draw)
+        batch = {"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()}
+        batch["position_ids"] = torch.arange(Windows.seq_len).repeat(ROWS, 1)
+        found.append(batch | {"tokens_in_step": torch.tensor(ROWS * Windows.seq_len)})
+    return found
+
+
+def train(kind: str, name: str, strategy: Any, devices: int) -> list[float]:
+    """Returns the losses of two steps; one process takes images by micro-batches, which batch norm sees apart."""
+    seed_everything(1, workers=True, verbose=False)
+    task, losses = make(kind, name), Losses()
+    found, parts = batches(kind, task), 1
+    if kind == "image" and devices == 1:
+        found, parts = [halves for x, y in found for halves in zip(x.chunk(2), y.chunk(2), strict=True)], 2
+    given = {"max_steps": STEPS, "accumulate_grad_batches": parts, "callbacks": [losses]}
+    trainer = quiet_trainer(devices=devices, strategy=strategy, **given)
+    trainer.fit(task, DataLoader(Batches(found), batch_size=None))
+    return [sum(losses.found[first : first + parts]) for first in range(0, len(losses.found), parts)]
+
+
+def check(kind: str, name: str, axis: str) -> tuple[str, list[float]]:
+    """Returns why a model is not trained on two ranks, "" if it passes its check, and its losses on one process."""
+    try:
+        alone = train(kind, name, "auto", 1)
+    except Exception as error:  # It does not train on one process either: nobody's plan is at fault.
+        return f"no model: {error!r}", []
+    try:
+        with torch.random.fork_rng():
+            check_plan(make(kind, name), axis)
+    except DloError as error:
+        return f"refused: {error}", alone
+    except Exception as error:
+        return f"wrong: the check raises {error!r}", alone
+    return "", alone
+
+
+def _check_share(rank: int, ranks: int, kind: str, names: list[str], axis: str) -> dict[str, tuple[str, list[float]]]:
+    return {name: check(kind, name, axis) for name in names[rank::ranks]}
+
+
+def _train_all(rank: int, world_size: int, kind: str, names: list[str], axis: str) -> list[list[float]]:
+    found = []
+    for name in names:
+        more = {"micro_batches": 2} if axis == "pp" else {}
+        try:
+            found.append(train(kind, name, MeshStrategy(**{axis: 2}, dp_shard=1, **more), world_size))
+        except Exception as error:
+            error.add_note(f"the check accepts {name}")
+            raise
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize(
+    ("kind", "names", "axis", "least"),
+    [
+        ("text", TYPES, "tp", 120),
+        ("text", TYPES, "pp", 120),
+        ("text", TYPES, "cp", 80),
+        ("image", IMAGE_MODELS, "pp", 80),
+        ("image", TRANSFORMERS, "tp", 24),
+    ],
+)
+def test_each_model_that_passes_its_check_trains_as_one_process(kind: str, names: Any, axis: str, least: int) -> None:
+    """At least so many pass; `DLO_SWEEP_ONLY` selects some."""
+    only = os.environ.get("DLO_SWEEP_ONLY", "").split()
+    names = only or names
+    one, other = run_distributed(_check_share, 2, kind, names, axis, backend=None, timeout=3 * 3600)
+    checked = one | other
+    found = {name: said for name, (said, _) in checked.items()}
+    accepted = [name for name in names if not found[name]]
+    for start in range(0, len(accepted), AT_ONCE):
+        some = accepted[start : start + AT_ONCE]
+        ranks = run_distributed(_train_all, 2, kind, some, axis, timeout=3000, group_timeout=60)
+        for name, first, second in zip(some, *ranks, strict=True):
+            # The ranks of cp have the losses of other tokens; those of the others the same.
+            means, expected = [sum(pair) / 2 for pair in zip(first, second, strict=True)], checked[name][1]
+            alike = means == pytest.approx(expected, rel=RTOL)
+            found[name] = "runs" if alike else f"wrong: losses {means}, one process {expected}"
+    counts = Counter(said.partition(":")[0] for said in found.values())
+    wrong_ones = {name: said for name, said in found.items() if said.startswith("wrong")}
+    assert not wrong_ones, wrong_ones
+    assert only or counts["runs"] >= least, counts

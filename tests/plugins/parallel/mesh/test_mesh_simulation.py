@@ -15,11 +15,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
 from dlo_plugins.parallel.mesh import mesh_simulation as simulation
-from dlo_plugins.parallel.mesh.mesh_description import (
-    MeshDescription,
-    RankStateBytes,
-    describe_mesh,
-)
+from dlo_plugins.parallel.mesh.mesh_description import MeshDescription, RankStateBytes, describe_mesh
 from dlo_plugins.parallel.mesh.simulated_run import count_ranks_and_nodes
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_tasks.language.causal_lm import CausalLM
@@ -34,10 +30,7 @@ def task(**changes: Any) -> CausalLM:
 
 
 def batch(device: str = "meta", rows: int = ROWS) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": torch.zeros(rows, LENGTH, dtype=torch.long, device=device),
-        "labels": torch.zeros(rows, LENGTH, dtype=torch.long, device=device),
-    }
+    return dict.fromkeys(("input_ids", "labels"), torch.zeros(rows, LENGTH, dtype=torch.long, device=device))
 
 
 def described(of: Task, spec: MeshSpec, **options: Any) -> MeshDescription:
@@ -66,9 +59,8 @@ def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
 def test_all_ranks_of_a_copy_hold_the_model_once() -> None:
     spec = MeshSpec(pp=2, dp_shard=2, tp=1)
     drawn = described(task(), spec)
-    assert (
-        sum(rank.state_bytes.parameters for rank in drawn.ranks) == drawn.unsharded.parameters == 4 * drawn.parameters
-    )
+    held = sum(rank.state_bytes.parameters for rank in drawn.ranks)
+    assert held == drawn.unsharded.parameters == 4 * drawn.parameters
     assert drawn.largest.state_bytes.total == max(rank.state_bytes.total for rank in drawn.ranks)
     tied = described(task(tie_word_embeddings=True), spec)
     twice = VOCABULARY * WIDTH * 4  # First and last stage hold the embedding.
