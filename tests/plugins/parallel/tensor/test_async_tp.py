@@ -23,9 +23,10 @@ from dlo_plugins.parallel.tensor import overlap, tensor_parallel
 from dlo_plugins.parallel.tensor.projections import REGION
 from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_plugins.quantise.low_precision import LowPrecisionForward
+from support.on_ranks import on_ranks
 from support.tensor_models import SIZES, VIT, cut, image_loss, image_model, language_model, text_loss
 
-CHUNKS = 4
+CHUNKS, LAYERS = 4, SIZES["num_hidden_layers"]
 
 
 def _is_asynchronous(model: nn.Module) -> bool:
@@ -41,22 +42,14 @@ def _gradients(model: nn.Module, loss: Callable[[Any], Tensor]) -> dict[str, Ten
     return {"loss": found.detach(), **gradients}
 
 
-def _check(
-    make: Callable[[], Any],
-    loss: Callable[[Any], Tensor],
-    sequence: bool,
-    what: str,
-    limit: float,
-    change: Callable[[nn.Module], None] | None = None,
-) -> None:
+def _check(make: Any, loss: Any, sequence: bool, what: str, limit: float, change: Any = lambda model: None) -> None:
     plain, overlapped = make(), make()
     cut(plain, sequence)
     cut(overlapped, sequence, CHUNKS)
     assert _is_asynchronous(overlapped)
     assert not _is_asynchronous(plain)
     for model in (plain, overlapped):
-        if change is not None:
-            change(model)
+        change(model)
     expected, found = _gradients(plain, loss), _gradients(overlapped, loss)
     assert found.keys() == expected.keys(), what
     for name, tensor in expected.items():
@@ -109,7 +102,7 @@ def _quantise(model: nn.Module) -> None:
                 products.install(getattr(part, name))
 
 
-def _cases(rank: int, world_size: int, names: tuple[str, ...], sequences: tuple[bool, ...] = (False, True)) -> None:
+def _cases(rank: int, world_size: int, names: tuple[str, ...], sequences: tuple[bool, ...]) -> None:
     for sequence in sequences:
         for name in names:
             _check(functools.partial(_double, name), text_loss, sequence, f"{name}, {sequence}", 1e-6)
@@ -155,25 +148,29 @@ class _Watch(TorchDispatchMode):
         return mock.patch.object(Communicator, name, start)
 
 
-def _exposed(rank: int, world_size: int) -> dict[tuple[bool, int], dict[str, int]]:
-    """Returns the exposed bytes of a step, by collective, for each number of chunks; 1 for the plain form."""
-    found = {}
-    for sequence in (False, True):
-        for chunks in (1, 4):
-            model = language_model("llama")
-            cut(model, sequence, chunks if chunks > 1 else False)
-            watch = _Watch()
+@on_ranks(2)
+def test_all_but_one_chunk_is_hidden(rank: int, world_size: int) -> None:
+    unit = 2 * 16 * SIZES["hidden_size"] * 4  # Bytes of the activations of all tokens, of two rows.
+    #: Two regions a layer: forward gathers and scatters, and backward gathers the gradient of the output.
+    regions = {"start_all_gather_parts": 2 * 2, "start_reduce_scatter_parts": 2}
+    for sequence, expected in ((True, regions), (False, {"start_all_reduce": 2})):
+        exposed = []
+        for chunks in (False, CHUNKS):
+            model, watch = language_model("llama"), _Watch()
+            cut(model, sequence, chunks)
             with ExitStack() as stack:
-                for name in ("start_all_reduce", "start_all_gather_parts", "start_reduce_scatter_parts"):
+                for name in expected:
                     stack.enter_context(watch.wrap(name))
                 stack.enter_context(watch)
                 text_loss(model, length=16).backward()
-            found[sequence, chunks] = watch.exposed
-    return found
+            exposed.append(watch.exposed)
+        hidden = {name: exposed[0][name] - exposed[1][name] for name in expected}
+        assert hidden == {name: LAYERS * count * unit * 3 // 4 for name, count in expected.items()}
 
 
-def _fused(rank: int, world_size: int) -> list[str]:
-    """Compares the fused operators' path, by torch's own reference of them, with the plain form."""
+@on_ranks(2)
+def test_torchs_fused_operators_take_the_place_of_chunks_where_memory_is_symmetric(rank: int, world_size: int) -> None:
+    """By torch's own reference of them, beside the plain form."""
     called: list[str] = []
 
     def gather(part: Tensor, matrices: list[Tensor], dim: int, name: str) -> Any:
@@ -195,46 +192,25 @@ def _fused(rank: int, world_size: int) -> list[str]:
         before = len(called)
         _check(functools.partial(_double, "llama"), text_loss, True, "fused, padded", 1e-6)  # By chunks.
     assert len(called) == before
-    return called
+    # Forward of two regions a layer, and the gradients of their rows' outputs; one column in none of them.
+    assert called.count("gather") == 2 * 2 * LAYERS + 2 * LAYERS  # Forward twice: training and evaluation.
+    assert called.count("scatter") == 2 * 2 * LAYERS
 
 
-def _all(rank: int, world_size: int) -> tuple[dict[tuple[bool, int], dict[str, int]], list[str]]:
-    _cases(rank, world_size, ("gpt_neox",), (True,))
-    return _exposed(rank, world_size), _fused(rank, world_size)
-
-
-@pytest.fixture(scope="module")
-def found() -> list[Any]:
-    """Exposed bytes and calls of fused operators on two ranks, whose values are those of plain tensor parallelism."""
-    return run_distributed(_all, 2, timeout=280)
+@pytest.mark.parametrize(
+    ("ranks", "names", "sequences"),
+    [
+        (2, ("gpt_neox",), (True,)),
+        pytest.param(4, ("llama", "qwen2", "qwen3", "phi3", "gpt2"), (False, True), marks=pytest.mark.slow),
+    ],
+)
+def test_values_are_those_of_plain_tensor_parallelism(ranks: int, names: Any, sequences: Any) -> None:
+    run_distributed(_cases, ranks, names, sequences, timeout=280)
 
 
 @pytest.mark.slow
-def test_values_are_those_of_plain_tensor_parallelism_on_four_ranks() -> None:
-    run_distributed(_cases, 4, ("llama", "qwen2", "qwen3", "phi3", "gpt2"), timeout=280)
-
-
-def test_all_but_one_chunk_is_hidden(found: list[Any]) -> None:
-    layers, rows = SIZES["num_hidden_layers"], 2
-    unit = rows * 16 * SIZES["hidden_size"] * 4  # Bytes of the activations of all tokens.
-    for exposed, _ in found:
-        plain, quarters = (exposed[True, chunks] for chunks in (1, 4))
-        # Two regions a layer: forward gathers and scatters, and backward gathers the gradient of the output.
-        for name, regions in (("start_all_gather_parts", 2 * 2), ("start_reduce_scatter_parts", 2)):
-            assert plain[name] - quarters[name] == layers * regions * unit * 3 // 4, name
-        plain, quarters = (exposed[False, chunks] for chunks in (1, 4))
-        assert plain["start_all_reduce"] - quarters["start_all_reduce"] == layers * 2 * unit * 3 // 4
-
-
-def test_torchs_fused_operators_take_the_place_of_chunks_where_memory_is_symmetric(found: list[Any]) -> None:
-    layers = SIZES["num_hidden_layers"]
-    for _, called in found:
-        # Forward of two regions a layer, and the gradients of their rows' outputs; one column in none of them.
-        assert called.count("gather") == 2 * 2 * layers + 2 * layers  # Forward twice: training and evaluation.
-        assert called.count("scatter") == 2 * 2 * layers
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compiled_blocks_have_the_gradients_of_plain_tensor_parallelism(rank: int, world_size: int) -> None:
     for sequence in (True, False):
         torch._dynamo.reset()
         plain, compiled = (_double("llama", num_hidden_layers=1) for _ in range(2))
@@ -246,11 +222,6 @@ def _compiled(rank: int, world_size: int) -> None:
         expected, gradients = _gradients(plain, loss), _gradients(compiled, loss)
         for name, tensor in expected.items():
             assert float((gradients[name] - tensor).abs().max()) < 1e-12, name
-
-
-@pytest.mark.slow
-def test_compiled_blocks_have_the_gradients_of_plain_tensor_parallelism() -> None:
-    run_distributed(_compiled, 2, timeout=200)
 
 
 def test_what_it_does_not_go_with_is_refused() -> None:

@@ -112,10 +112,7 @@ class NetTask(Task):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-INVERTED = {
-    **{"wide": "column", "norm1": "per_channel", "each": "per_channel", "norm2": "per_channel"},
-    "narrow": "row",
-}
+INVERTED = {"wide": "column", **dict.fromkeys(("norm1", "each", "norm2"), "per_channel"), "narrow": "row"}
 GATED = {**INVERTED, "gate.reduce": "row", "gate.expand": "column"}
 BASIC = {"first": "column", "norm1": "per_channel", "second": "row"}
 KINDS = [(Inverted, False, INVERTED), (Inverted, True, GATED), (Basic, False, BASIC), (Grouped, False, INVERTED)]
@@ -189,29 +186,21 @@ def test_other_norms_are_refused() -> None:
 # convolutional networks whose channels are divided train as one process: weights, running statistics, validation
 
 
-TP = partial(MeshStrategy, tp=2, dp_shard=1)
-
-
 def build(name: str = "test_efficientnet") -> tuple[ImageClassifier, DigitsData]:
     options: dict[str, Any] = {"optimizer": "sgd", "lr": 1e-2, "schedule": "constant", "log_images": 0}
     return ImageClassifier(name, num_classes=10, **options), DigitsData(image_size=32, batch_size=16)
 
 
-def case(strategy: Any, kind: str, name: str) -> Case:
-    return Case(strategy, {"name": kind}, {"gradient_clip_val": 0.5, "limit_val_batches": 2}, name=name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(2, TP), (4, partial(MeshStrategy, tp=4, dp_shard=1))],
-)
-def test_networks_are_one_process(ranks: int, strategy: Any) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_networks_are_one_process(ranks: int) -> None:
     """Inverted bottlenecks have batch norms, convolutions of each channel alone, and squeeze-and-excitation.
 
     Data parallelism is left out: there a batch norm has the statistics of a rank's samples.
     """
-    cases = [case(strategy, kind, kind) for kind in ("test_efficientnet", "test_resnet", "test_byobnet")]
+    strategy, options = partial(MeshStrategy, tp=ranks, dp_shard=1), {"gradient_clip_val": 0.5, "limit_val_batches": 2}
+    names = ("test_efficientnet", "test_resnet", "test_byobnet")
+    cases = [Case(strategy, {"name": name}, options, name=name) for name in names]
     assert_parity(build, cases, world_size=ranks, steps=3, rtol=1e-4)
 
 
@@ -228,7 +217,7 @@ def fit(world_size: int, strategy: Any, steps: int, save: Path, resume: Path | N
 
 
 def _fit_on_slices(rank: int, world_size: int, folder: Path) -> None:
-    fit(world_size, TP(), 2, folder / "tp.ckpt", folder / "before.ckpt")
+    fit(world_size, MeshStrategy(tp=2, dp_shard=1), 2, folder / "tp.ckpt", folder / "before.ckpt")
 
 
 def test_checkpoints_have_running_statistics_in_full(tmp_path: Path) -> None:

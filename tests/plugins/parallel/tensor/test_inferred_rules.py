@@ -304,11 +304,8 @@ def test_latent_attention_is_divided_by_heads() -> None:
         f"{name}_proj.weight" for name in ("gate", "up", "down")
     }  # transformers' plan leaves the MLP of layers without experts whole.
     attention = {name for name in found.divisions if ".0.self_attn." in name}
-    assert {name.split(".self_attn.")[1] for name in attention} == {
-        "q_b_proj.weight",
-        "kv_b_proj.weight",
-        "o_proj.weight",
-    }
+    divided = {f"{name}_proj.weight" for name in ("q_b", "kv_b", "o")}
+    assert {name.split(".self_attn.")[1] for name in attention} == divided
     region = found.regions["model.layers.0.self_attn"]
     assert region.heads == task.model.config.num_attention_heads
     assert not {name for name in found.partial if ".self_attn." in name}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
@@ -25,6 +23,7 @@ from dlo_plugins.parallel.tensor.tensor_parallel import TensorParallel
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_models import hidden_states
 from support.fsdp_nets import Batches, differ, trainer
+from support.on_ranks import on_ranks
 from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task
 from support.tensor_models import (
     VIT,
@@ -73,7 +72,8 @@ class Between(TorchDispatchMode):
         return result
 
 
-def _order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_collectives_run_beside_products(rank: int, world_size: int) -> None:
     """With sequence parallelism, both collectives of backward run beside matrix products, as in Megatron.
 
     They are those of the MLP's two column projections, and of attention's three.
@@ -91,7 +91,8 @@ def _order(rank: int, world_size: int) -> None:
     assert between.found == [*mlp, *attention, (gather, 0)]
 
 
-def _stages(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_a_stage_sends_is_whole(rank: int, world_size: int) -> None:
     """What one stage of a pipeline sends the next is whole."""
     model = image_model("vit_tiny_patch16_224", **VIT)
     alone = image_loss(model).detach()
@@ -107,7 +108,8 @@ def _stages(rank: int, world_size: int) -> None:
     assert lengths == {"blocks.0.norm2": 9, "blocks.1": 17, "blocks.1.norm1": 9}
 
 
-def _kept(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sequence_parallelism_keeps_less(rank: int, world_size: int) -> None:
     """Sequence parallelism keeps less for backward."""
     found = []
     for sequence_parallel in (False, True):
@@ -115,21 +117,18 @@ def _kept(rank: int, world_size: int) -> None:
         cut(model, sequence_parallel)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept: dict[int, int] = {}
-        pack = functools.partial(_note_size, kept, weights)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
             hidden_states(model, input_ids=tokens(256)[0])
-        found.append(sum(kept.values()))
+        found.append(sum(size for at, size in kept.items() if at not in weights))
     activations = 2 * 256 * 32 * 4  # bytes of one tensor between regions
     # Of each of a layer's two norms: its input, the same normalised, and its output, which the projections take; a rank
     # has a half of the tokens.
     assert found[0] - found[1] >= 4 * (2 * 3) * 0.5 * activations
-
-
-def _note_size(sizes: dict[int, int], weights: set[int], kept: Tensor) -> Tensor:
-    storage = kept.untyped_storage()
-    if storage.data_ptr() not in weights:
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return kept
 
 
 def seen(model: nn.Module, name: str) -> list[Tensor]:
@@ -147,7 +146,8 @@ def dropping(p: float = 0.4) -> nn.Module:
     return model
 
 
-def _dropout(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dropout(rank: int, world_size: int) -> None:
     for sequence_parallel in (False, True):
         model = dropping()
         inside, outside = seen(model, "blocks.0.mlp.drop1"), seen(model, "blocks.0.mlp.drop2")
@@ -174,7 +174,8 @@ def _dropout(rank: int, world_size: int) -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def _dropout_recomputed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dropout_is_recomputed(rank: int, world_size: int) -> None:
     for sequence_parallel in (False, True):
         found = []
         for recompute in (False, True):
@@ -187,7 +188,8 @@ def _dropout_recomputed(rank: int, world_size: int) -> None:
         assert_close(found[1], found[0], 0.0, f"recomputed, sequence {sequence_parallel}")
 
 
-def _lengths_recomputed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_lengths_that_cannot_be_told_apart_are_refused(rank: int, world_size: int) -> None:
     """Two micro-batches at once, of lengths that come to parts of the same length: refused rather than confused."""
     model = language_model("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -201,7 +203,8 @@ def _lengths_recomputed(rank: int, world_size: int) -> None:
         first.backward()
 
 
-def _others(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frozen_weights_copies_and_generation(rank: int, world_size: int) -> None:
     alone, shared = language_model("llama"), language_model("llama")
     for model in (alone, shared):
         model.model.layers[0].requires_grad_(False)
@@ -217,13 +220,13 @@ def _others(rank: int, world_size: int) -> None:
     shared.eval()
     along = language_model("llama").eval()
     cut(along, sequence_parallel=True)
-    expected, *generated = (
-        model.generate(ids[:1], max_new_tokens=5, do_sample=False) for model in (alone, shared, along)
-    )
+    greedy: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    expected, *generated = (model.generate(ids[:1], **greedy) for model in (alone, shared, along))
     assert all(torch.equal(found, expected) for found in generated)
 
 
-def _selective(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_kept_is_not_sent_again(rank: int, world_size: int) -> None:
     for sequence_parallel in (False, True):
         found, counts = [], []
         for mode in (None, "selective", "full"):
@@ -242,7 +245,8 @@ def _selective(rank: int, world_size: int) -> None:
             assert_close(again, found[0], 0.0, f"recomputed, sequence {sequence_parallel}")
 
 
-def _overlapped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_run_beside_products(rank: int, world_size: int) -> None:
     model = language_model("llama", num_hidden_layers=1)
     cut(model)
     ids, _ = tokens(8, 2)
@@ -263,22 +267,6 @@ def _overlapped(rank: int, world_size: int) -> None:
         assert each.model.layers[0].mlp.gate_proj.weight.grad is None
         assert each.model.layers[0].mlp.up_proj.weight.grad is not None
         assert torch.equal(found, hidden) == (factor == 1)
-
-
-CHECKS = (
-    *(_order, _stages, _kept, _overlapped, _dropout, _dropout_recomputed, _lengths_recomputed, _others),
-    _selective,
-)
-
-
-def _run(rank: int, world_size: int, checks: tuple[Any, ...]) -> None:
-    for check in checks:
-        check(rank, world_size)
-
-
-def test_behaviour_on_two_ranks() -> None:
-    """Each check is in the traceback of a failure."""
-    run_distributed(_run, 2, CHECKS, timeout=280)
 
 
 # --- models cut over 2 and 4 ranks have the loss, the gradients and the steps of the whole model ---------------------
@@ -368,46 +356,35 @@ def test_attention_over_pixels(names: tuple[str, ...]) -> None:
 # --- optimizers of full tensors under tp: one rank steps and keeps each sliced tensor; the bytes are counted ---------
 
 
-def _step_by_owner(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
+def _step_by_owner(rank: int, world: int, name: str) -> dict[str, Any]:
     run = trainer(world, STRATEGIES["tp"](), max_steps=STEPS, max_epochs=-1, gradient_clip_val=1e6)
-    use_canonical_checkpoints(run)
     run.fit(task(name), Batches(data()))
     optimizer, strategy = run.optimizers[0], run.strategy
     share = strategy.engine.shares.share_of("model.blocks.0.mlp.fc1.weight")
     held = strategy.optimizer_tensors(optimizer)
     sliced = {key: tuple(share.full_shape(key)) for key in share.slices if key in share.shapes}
     state = {key for key, tensor in held.items() if key in sliced and optimizer.state[tensor]}
-    weights = gather_full_weights(run)
-    found = {
-        "sliced": sliced,
-        "held": sorted(held),
-        "state": sorted(state),
-        "sent": share.tensor_parallel.elements["exchange"],
-        "difference": differ(
-            {key: value for key, value in weights.items() if key.startswith("model.")}, plain_loop(name, 1)
-        )
-        if rank == 0
-        else 0.0,
-    }
-    return found
+    weights = {key: value for key, value in gather_full_weights(run).items() if key.startswith("model.")}
+    assert rank or differ(weights, plain_loop(name, 1)) < 1e-5
+    sent = share.tensor_parallel.elements["exchange"]
+    return {"sliced": sliced, "held": {*held}, "state": state, "sent": sent}
 
 
-def test_each_sliced_tensor_is_stepped_by_one_rank(tmp_path: Path) -> None:
-    first, second = run_distributed(_step_by_owner, 2, tmp_path, "lamb8bit", timeout=200)
+def test_each_sliced_tensor_is_stepped_by_one_rank() -> None:
+    first, second = run_distributed(_step_by_owner, 2, "lamb8bit", timeout=200)
     sliced = first["sliced"]
     assert len(sliced) >= 8
-    both = set(first["held"]) & set(second["held"])
+    both = first["held"] & second["held"]
     assert not both & sliced.keys()
-    assert set(first["held"]) | set(second["held"]) >= sliced.keys()
+    assert first["held"] | second["held"] >= sliced.keys()
     assert both, "tensors without slices are stepped by both"
-    assert not set(first["state"]) & set(second["state"])
-    assert set(first["state"]) | set(second["state"]) == sliced.keys()
+    assert not first["state"] & second["state"]
+    assert first["state"] | second["state"] == sliced.keys()
     # Slices of the gradient and of the old values to the owner, and of the new values from it.
     elements = sum(torch.Size(shape).numel() for shape in sliced.values())
     assert first["sent"] + second["sent"] == STEPS * 3 * elements
     loads = [sum(torch.Size(sliced[key]).numel() for key in rank["state"]) for rank in (first, second)]
     assert max(loads) <= 0.6 * elements
-    assert first["difference"] < 1e-5
 
 
 #: Matrices of these sizes have gradients without a null space, whose eigenbasis would be arbitrary: no side that is
@@ -417,23 +394,14 @@ SOAP = {"precondition_frequency": 2, "max_precondition_dim": SIZES["hidden_size"
 
 def _soap(world: int, strategy: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    language = CausalLM(
-        config={"model_type": "llama", **SIZES},
-        optimizer="soap",
-        optimizer_args=SOAP,
-        lr=1e-2,
-        schedule="constant",
-    )
+    options: dict[str, Any] = {"optimizer": "soap", "optimizer_args": SOAP, "lr": 1e-2, "schedule": "constant"}
+    language = CausalLM(config={"model_type": "llama", **SIZES}, **options)
     run = trainer(world, strategy, max_steps=STEPS, precision="64-true")
     run.fit(language, datamodule=Tokens(1, steps=STEPS))
     return gather_full_weights(run)
 
 
-def _soap_of_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
-    return _soap(world, MeshStrategy(tp=world))
-
-
-def test_soap_has_the_weights_of_one_process_in_double_precision() -> None:
-    expected = _soap(1, "auto")
-    found = run_distributed(_soap_of_rank, 2, timeout=200)[0]
-    assert differ(found, expected) < 5e-5  # Its QR is in single precision.
+@on_ranks(2)
+def test_soap_has_the_weights_of_one_process_in_double_precision(rank: int, world: int) -> None:
+    expected, found = _soap(1, "auto"), _soap(world, MeshStrategy(tp=world))
+    assert rank or differ(found, expected) < 5e-5  # Its QR is in single precision.
