@@ -25,27 +25,17 @@ from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
 from support import token_batches
 from support.causal_types import tiny
+from support.on_ranks import on_ranks
 from support.shared_sequences import compare, inspect_sequence
 from support.token_batches import Tokens
 
-LAYERS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 3, 32, 4, 2, 50
-SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
-LLAMA = {**SIZES, "num_key_value_heads": KV_HEADS, "intermediate_size": 48, "head_dim": WIDTH // HEADS}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LAYERS, WIDTH, KEYS, VOCABULARY = 3, 32, 16, 50
+LLAMA = {**token_batches.GROUPED, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
 
 
-def built(family: str = "llama", **settings: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def built(**settings: Any) -> Any:
     torch.manual_seed(0)
-    given = LLAMA if family == "llama" else {}
-    config = AutoConfig.for_model(family, **{**given, **SPECIAL, **settings})
-    return AutoModelForCausalLM.from_config(config)
-
-
-def on_meta(family: str, **settings: Any) -> Any:
-    with torch.device("meta"):
-        return built(family, **settings)
+    return token_batches.small_model("llama", **LLAMA | settings)
 
 
 def applied(model: Any, method: Any = "ring", cp: int | None = None) -> ContextParallel:
@@ -85,7 +75,8 @@ def test_a_capacity_of_experts_is_refused() -> None:
 
 
 def test_ulysses_needs_heads_that_the_ranks_divide() -> None:
-    model = on_meta("llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    with torch.device("meta"):
+        model = built(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
     plan = plan_for(model)
     for cp, tp, near in ((4, 1, 3), (6, 2, 3)):
         message = f"the {6 // tp} heads .* got {cp}; set cp={near} "
@@ -94,11 +85,6 @@ def test_ulysses_needs_heads_that_the_ranks_divide() -> None:
         ContextParallel("ring").check(model, plan, cp, tp)
     ContextParallel("ulysses").check(model, plan, 3)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_method_that_does_not_exist() -> None:
-    with pytest.raises(DloError, match="method must be one of ring, ulysses, got star"):
-        ContextParallel("star")  # type: ignore[arg-type]
 
 
 def _elements_and_bytes(rank: int, ranks: int) -> dict[Any, Any]:
@@ -133,7 +119,7 @@ def test_what_is_sent_is_the_papers_and_what_is_held_falls_with_the_ranks() -> N
     for found in run_distributed(_elements_and_bytes, 4):
         for (cp, method, again), (elements, held) in found.items():
             positions = 2 * 256 // cp * LAYERS
-            keys_values = 2 * KV_HEADS * (WIDTH // HEADS) * positions
+            keys_values = 2 * KEYS * positions
             forwards, more = 2 if again else 1, 0
             if cp == 1:
                 assert not elements
@@ -145,14 +131,15 @@ def test_what_is_sent_is_the_papers_and_what_is_held_falls_with_the_ranks() -> N
                     "backward_gradients": passed,
                 }
             else:
-                repeats = max(KV_HEADS, cp) // KV_HEADS
+                repeats = max(2, cp) // 2  # Of two heads of keys.
                 assert elements == {"all_to_all": (forwards + 1) * (2 * WIDTH * positions + repeats * keys_values)}
                 if not again:  # the attention's output by heads and by positions, and heads that are repeated
                     more = 4 * WIDTH * positions + 4 * (repeats - 1) * keys_values
             assert held < 1.01 * found[1, "ring", again][1] / cp + more, (cp, method, again)
 
 
-def _other_uses(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_other_uses(rank: int, ranks: int) -> None:
     model, reference = built(), built()
     applier = applied(model)
     batch = batch_of(2, 22)
@@ -189,7 +176,8 @@ def _other_uses(rank: int, ranks: int) -> None:
         assert torch.equal(reference(batch["input_ids"]).logits, whole)
 
 
-def _micro_batches(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_micro_batches(rank: int, ranks: int) -> None:
     """Two micro-batches of other documents, both forward before both backward, with recomputation."""
     positions = torch.stack([torch.arange(24), torch.arange(6).repeat(4), torch.arange(8).repeat(3), torch.arange(24)])
     batch = {**batch_of(4, 24), "position_ids": positions}
@@ -201,9 +189,8 @@ def _micro_batches(rank: int, ranks: int) -> None:
         losses = []
         for first in (0, 2):
             applier.select_rows(first, 2)
-            losses.append(
-                hidden(model, {name: value[first : first + 2] for name, value in part.items()}).square().sum()
-            )
+            rows = {name: value[first : first + 2] for name, value in part.items()}
+            losses.append(hidden(model, rows).square().sum())
         for first, loss in zip((0, 2), losses, strict=True):
             applier.select_rows(first, 2)
             loss.backward()
@@ -232,16 +219,15 @@ COMPILED = {
 }
 
 
-def _compiled(rank: int, ranks: int, method: str, names: list[str]) -> dict[str, dict[str, Any]]:
+def _compiled(rank: int, ranks: int, method: str) -> dict[str, Any]:
     """Trains a model in compiled blocks and an eager one, on batches of other lengths and documents.
 
-    Returns the graphs of a block, its breaks, and the elements that both have sent in the last batch.
+    Returns the graphs of a block and its breaks, and the elements that both have sent in the last batch.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
+    found: dict[str, Any] = {}
+    for name, (dtype, backend, dropout, again) in COMPILED.items():
         torch._dynamo.reset()
         counters.clear()
-        dtype, backend, dropout, again = COMPILED[name]
         models = [built(attention_dropout=dropout) for _ in range(2)]
         appliers = [applied(model, method) for model in models]
         for model in models:
@@ -265,34 +251,19 @@ def _compiled(rank: int, ranks: int, method: str, names: list[str]) -> dict[str,
                 sent.append(dict(applier.sequence.ring.elements))
             tolerance = 1e-12 if dtype == torch.float64 else 1e-2 if dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
-        found[name] = {
-            "graphs": counters["stats"]["unique_graphs"],
-            "breaks": dict(counters["graph_break"]),
-            "sent": sent,
-        }
+        found[name] = (counters["stats"]["unique_graphs"], dict(counters["graph_break"])), sent
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_a_compiled_block_is_one_graph(method: str) -> None:
-    for rank in run_distributed(_compiled, 2, method, list(COMPILED), timeout=1200):
-        assert list(rank) == list(COMPILED)
-        for name, found in rank.items():
-            # One more for the other length.
-            assert (found["graphs"], found["breaks"]) == (2, {}), (name, found)
+    for rank in run_distributed(_compiled, 2, method, timeout=1200):
+        # Two graphs: one more for the other length.
+        assert {name: found for name, (found, _) in rank.items()} == dict.fromkeys(COMPILED, (2, {}))
         if method == "ring":  # Keys and values do not travel again; in eager code they do.
-            compiled, eager = rank["selective"]["sent"]
+            compiled, eager = rank["selective"][1]
             assert 2 * compiled["forward_keys_values"] == eager["forward_keys_values"]
-
-
-def _on_two(rank: int, ranks: int) -> None:
-    _other_uses(rank, ranks)
-    _micro_batches(rank, ranks)
-
-
-def test_other_uses_and_micro_batches() -> None:
-    run_distributed(_on_two, 2, timeout=280)
 
 
 # models of which ranks share the sequence, also those that mix positions in other ways: ranks equal one process
@@ -382,3 +353,5 @@ def test_models_without_blocks_and_unknown_ways_are_refused() -> None:
         ContextParallel().check(task.model, ParallelPlan(), 2)
     with pytest.raises(DloError, match="gather must be one of auto, all, got some"):
         ContextParallel(gather="some")  # type: ignore[arg-type]
+    with pytest.raises(DloError, match="method must be one of ring, ulysses, got star"):
+        ContextParallel("star")  # type: ignore[arg-type]
