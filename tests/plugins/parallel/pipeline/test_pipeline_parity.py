@@ -15,12 +15,11 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.parallel.pipeline.pipeline_schedules import SCHEDULES
+from support.on_ranks import on_ranks
 from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, plain, vit
 
 
-def check_step(
-    case: Case, pipeline: Pipeline, alone: nn.Module, weights: list[float], label: str, **options: Any
-) -> None:
+def check_step(case: Case, pipeline: Pipeline, alone: Any, weights: list[float], label: str, **options: Any) -> None:
     """Compares a step with one process's: loss, gradients, and what is not held."""
     expected_loss = torch.tensor(case.alone(alone, weights, float(options.get("seed", 1.0))), dtype=torch.float64)
     loss = case.step(pipeline, weights, **options)
@@ -51,16 +50,10 @@ def _models(rank: int, world_size: int, names: Sequence[str], schedules: Sequenc
             check_step(case, pipeline, alone, weights, f"{name}, {schedule}")
 
 
-SOME = ("1F1B", "Interleaved1F1B", "ZBV", "Varuna")
-
-
-def _some(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=200)
+def test_models_train_as_in_one_process(rank: int, world_size: int) -> None:
     _models(rank, world_size, ("plain",), FLUSHING)
-    _models(rank, world_size, ("vit", "llama, tied"), SOME[1:3])
-
-
-def test_models_train_as_in_one_process() -> None:
-    run_distributed(_some, 2, timeout=200)
+    _models(rank, world_size, ("vit", "llama, tied"), ("Interleaved1F1B", "ZBV"))
 
 
 @pytest.mark.slow
@@ -69,18 +62,16 @@ def test_each_model_trains_under_every_schedule(name: str) -> None:
     run_distributed(_models, 2, [name], [*FLUSHING], timeout=120)
 
 
-def _on_four(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=120)
+def test_on_four_ranks(rank: int, world_size: int) -> None:
     one_stage = [name for name in FLUSHING if SCHEDULES.get(name).stages_per_rank == 1]
     _models(rank, world_size, ("vit", "llama, tied"), one_stage)
     _models(rank, world_size, ("deep",), FLUSHING)
 
 
-@pytest.mark.slow
-def test_on_four_ranks() -> None:
-    run_distributed(_on_four, 4, timeout=120)
-
-
-def uneven_stages_weights_shapes_and_a_seed(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_uneven_stages_weights_shapes_and_a_seed(rank: int, world_size: int) -> None:
     for schedule in ("1F1B", "ZBV", "Varuna"):
         torch.manual_seed(7)
         case = plain(5, depth=7)
@@ -100,7 +91,8 @@ def uneven_stages_weights_shapes_and_a_seed(rank: int, world_size: int) -> None:
             check_step(case, pipeline, alone, [1 / number] * number, f"{schedule}, {number}", seed=1024.0)
 
 
-def evaluation_with_a_partial_last_batch(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_evaluation_with_a_partial_last_batch(rank: int, world_size: int) -> None:
     for schedule in ("1F1B", "Interleaved1F1B", "ZBV"):
         torch.manual_seed(8)
         case = vit(5, drop_rate=0.5)
@@ -121,7 +113,8 @@ def evaluation_with_a_partial_last_batch(rank: int, world_size: int) -> None:
             check_step(case, pipeline, alone, [0.2] * 5, schedule)
 
 
-def frozen_parameters_and_thawing_them(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_frozen_parameters_and_thawing_them(rank: int, world_size: int) -> None:
     for schedule in ("1F1B", "ZBH1", "Varuna"):
         torch.manual_seed(10)
         case = plain(4)
@@ -142,7 +135,8 @@ def frozen_parameters_and_thawing_them(rank: int, world_size: int) -> None:
                         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-7)
 
 
-def a_weight_that_three_ranks_share_gets_the_sum(rank: int, world_size: int) -> None:
+@on_ranks(3, timeout=120)
+def test_a_weight_that_three_ranks_share_gets_the_sum(rank: int, world_size: int) -> None:
     torch.manual_seed(12)
     case = plain(3)
     layers: Any = case.model.layers
@@ -154,7 +148,8 @@ def a_weight_that_three_ranks_share_gets_the_sum(rank: int, world_size: int) -> 
     check_step(case, pipeline, alone, [0.2, 0.3, 0.5], "shared by three")
 
 
-def recomputation_draws_the_same_numbers_and_changes_buffers_once(rank: int, world_size: int) -> None:
+@on_ranks(3, timeout=120)
+def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(rank: int, world_size: int) -> None:
     found: dict[str, Any] = {"1F1B": [], "Varuna": []}
     for schedule, autocast in itertools.product(found, (False, True)):
         torch.manual_seed(13)
@@ -189,7 +184,8 @@ class Keeping(nn.Module):
         return found
 
 
-def what_a_loss_uses_of_other_stages_is_refused(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_what_a_loss_uses_of_other_stages_is_refused(rank: int, world_size: int) -> None:
     """Stages of one rank, so that no other waits for what raises; other ranks' blocks are named as such."""
     case = plain(2)
     layers: Any = case.model.layers
@@ -199,9 +195,7 @@ def what_a_loss_uses_of_other_stages_is_refused(rank: int, world_size: int) -> N
     pipeline: Any = Pipeline(case.model, case.plan, groups[rank], schedule="Interleaved1F1B", stages_per_rank=3)
     case.step(pipeline)
     plain_loss = case.loss
-    case.loss = lambda model, outputs, batch: (
-        plain_loss(model, outputs, batch) + sum(layer.kept for layer in layers[1:])
-    )
+    case.loss = lambda *given: plain_loss(*given) + sum(layer.kept for layer in layers[1:])
     pipeline.own_stages, pipeline._has_marked = pipeline.own_stages[-1:], False
     pipeline._mark_kept(2)
     with pytest.raises(DloError, match=r"got 'add' after .* on a value computed from 'layers\.1\.kept'"):
@@ -212,14 +206,11 @@ def what_a_loss_uses_of_other_stages_is_refused(rank: int, world_size: int) -> N
 
     def forward(batch: Any) -> Any:
         """Returns the stem's output too, which a loss uses from the second step on."""
-        kept: list[Any] = []
-        handle = case.model.layers[0].register_forward_pre_hook(lambda *_: None)
         stem = case.model.inward(batch["x"])
-        handle.remove()
         hidden = stem + case.model.shift
         for layer in case.model.layers:  # type: ignore[union-attr]
             hidden = layer(hidden, batch["scale"])[0]
-        return case.model.out(case.model.final(hidden)), stem, kept  # type: ignore[operator]
+        return case.model.out(case.model.final(hidden)), stem  # type: ignore[operator]
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         return outputs[0].square().mean() + (outputs[1].square().mean() if step else 0.0)
@@ -232,18 +223,3 @@ def what_a_loss_uses_of_other_stages_is_refused(rank: int, world_size: int) -> N
     with pytest.raises(DloError, match=r"got a model's output computed from 'inward'"):
         pipeline.evaluate(case.micro_batches, forward)
     dist.barrier()
-
-
-CHECKS = {
-    uneven_stages_weights_shapes_and_a_seed: 2,
-    evaluation_with_a_partial_last_batch: 2,
-    frozen_parameters_and_thawing_them: 2,
-    what_a_loss_uses_of_other_stages_is_refused: 2,
-    a_weight_that_three_ranks_share_gets_the_sum: 3,
-    recomputation_draws_the_same_numbers_and_changes_buffers_once: 3,
-}
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_holds_on_ranks(check: Any) -> None:
-    run_distributed(check, CHECKS[check], timeout=120)

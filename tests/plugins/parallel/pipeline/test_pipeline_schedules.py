@@ -130,21 +130,15 @@ def test_activations_in_flight_are_bounded(schedule: Schedule) -> None:
         assert sum(+1 if a.kind is F else -1 if a.kind in (B, W) else 0 for a in order) == 0
 
 
-#: Output of the generator of Varuna's authors (github.com/microsoft/varuna, varuna/generate_schedule.cc).
-THEIR_ORDERS = {
-    (4, 5): [
+def test_varuna_s_orders_are_those_of_its_authors() -> None:
+    """The output of their generator (github.com/microsoft/varuna, varuna/generate_schedule.cc)."""
+    orders = make_schedule("Varuna", 4, 5).orders
+    assert [" ".join(f"{a.kind}{a.micro_batch}" for a in order) for order in orders] == [
         "F0 F1 F2 F3 F4 R0 B0 R1 B1 R2 B2 R3 B3 R4 B4",
         "F0 F1 F2 F3 F4 R0 B0 R1 B1 R2 B2 R3 B3 R4 B4",
         "F0 F1 F2 R0 B0 R1 B1 R2 B2 F3 F4 R3 B3 R4 B4",
         "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
-    ],
-}
-
-
-def test_varuna_s_orders_are_those_of_its_authors() -> None:
-    for (ranks, number), expected in THEIR_ORDERS.items():
-        orders = make_schedule("Varuna", ranks, number).orders
-        assert [" ".join(f"{a.kind}{a.micro_batch}" for a in order) for order in orders] == expected
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -203,10 +197,7 @@ def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> Non
         (("Interleaved1F1B", 4, 8, 1), r"stages_per_rank must be 2 or more for Interleaved1F1B, got 1"),
         (("dualpipev", 4, 8), r"unknown schedule 'dualpipev'; removed in 0\.2: use ZBV\. available: GPipe, "),
         (("ZBV", 4, 6, 3), r"stages_per_rank must be 2 for ZBV, got 3"),
-        (
-            ("pipedream-2bw", 4, 3),
-            r"at least 4, the number of stages, for PipeDream2BW, got 3; set 4, or schedule=1F1B",
-        ),
+        (("pipedream-2bw", 4, 3), r"at least 4, the number of stages, for PipeDream2BW, got 3; set 4, or sched"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:
