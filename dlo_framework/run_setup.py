@@ -281,9 +281,11 @@ def _check_store_of_nodes() -> None:
     counts restarts from 0, so that ranks would wait for each other until their time limit. The range of nodes is in the
     agent's command line or environment alone.
     """
-    command = ""
-    with contextlib.suppress(OSError):  # Only Linux has the file.
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    command, process = "", os.getppid()
+    with contextlib.suppress(OSError):  # Only Linux has the files.
+        while process > 1:  # A user's script may have been started between the agent and this process.
+            command += Path(f"/proc/{process}/cmdline").read_text(errors="replace")
+            process = int(re.findall(r"PPid:\s*(\d+)", Path(f"/proc/{process}/status").read_text())[0])
     given = re.search(r"--nnodes[=\0]([\d:]+)", f"{command}\0--nnodes={os.environ.get('PET_NNODES', '')}")
     fewest, _, most = given[1].partition(":") if given is not None else ("", "", "")
     if most not in ("", fewest) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

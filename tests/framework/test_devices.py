@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -225,3 +228,11 @@ def test_nodes_that_come_and_go_need_a_store_of_their_own(monkeypatch):
         fill_ranks({"devices": "auto"})
     monkeypatch.setenv("PET_NNODES", "4:4")
     fill_ranks({"devices": "auto"})
+    monkeypatch.delenv("PET_NNODES")
+    agent = ["sh", "-c", "sleep 20 & echo $!; wait", "torchrun", "--nnodes=2:3"]  # With a script between it and a rank.
+    with subprocess.Popen(agent, stdout=subprocess.PIPE, start_new_session=True) as process:
+        script = int(process.stdout.readline())
+        monkeypatch.setattr(os, "getppid", lambda: script)
+        with pytest.raises(DloError, match="got --nnodes 2:3"):
+            fill_ranks({"devices": "auto"})
+        os.killpg(process.pid, signal.SIGKILL)
