@@ -43,6 +43,11 @@ def kept_group(
     return groups[key]
 
 
+def forget_groups() -> None:
+    """Makes later runs of this process use new groups: after an error, messages may be left that nobody has taken."""
+    _GROUPS.clear()
+
+
 def gloo_group(strategy: Strategy) -> dist.ProcessGroup | None:
     """Returns a gloo group of all ranks for a strategy; None for a single process.
 

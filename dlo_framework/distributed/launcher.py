@@ -51,7 +51,7 @@ from dlo_framework.distributed.failure import (
     print_run_end,
     record_for_torchrun,
 )
-from dlo_framework.distributed.groups import control_group
+from dlo_framework.distributed.groups import control_group, forget_groups
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.signals import GRACE, GracePeriod, ProgressCounter, SignalListener
 from dlo_framework.distributed.stacks import StackSampler, print_stack
@@ -143,6 +143,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
         except BaseException as error:
             self._running = False
+            forget_groups()
             agreed = isinstance(error, _TunerExitException) or is_agreed(error)
             if agreed or self.num_processes * self.num_nodes == 1:
                 raise

@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,12 +27,14 @@ from dlo_framework.distributed.collectives import (
 from dlo_framework.distributed.groups import MeshGroups, gloo_group
 from dlo_framework.distributed.launcher import set_collective_timeout
 from dlo_framework.distributed.step_primitives import mean_over_data
+from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing import run_distributed
 from dlo_plugins.parallel.context.shared_attention import Ring
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.pipeline.exchange import Transport
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support.trainers import quiet_trainer
 
 LENGTHS = (0, 1, 7, 1000)  # of a segment
 
@@ -193,6 +197,14 @@ def _later_runs_use_the_same_groups() -> None:
     control = gloo_group(ZeroStrategy(2))
     assert gloo_group(ZeroStrategy(3)) is control
     assert gloo_group(DDPStrategy(timeout=timedelta(seconds=77))) is not control
+    with pytest.raises(DloError, match="an error of all ranks"):
+        quiet_trainer(devices=4, strategy=ZeroStrategy(2), callbacks=[Raising()]).fit(BoringModel())
+    assert gloo_group(ZeroStrategy(2)) is not control  # In which messages may be left.
+
+
+class Raising(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        raise mark_agreed(DloError("an error of all ranks"))
 
 
 def test_it_is_what_the_strategy_reduces_to_without_a_barrier() -> None:
