@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.local_memory import memory_of
-from dlo_framework.testing import Case, assert_parity, run_distributed
+from dlo_framework.testing import Case, assert_parity
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.user_code import OutsideUse
@@ -131,9 +131,8 @@ CASES: dict[str, tuple[type[Module], int, str | None]] = {
 }
 
 
-def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Returns, of each case, losses, weights, their dtypes and how a run that is resumed differs."""
-    found = {}
+@on_ranks(2)
+def test_it_trains_as_autocast_on_single_precision_does(rank: int, world: int, folder: Path) -> None:
     for name, (kind, stage, offload) in CASES.items():
         seen: set[torch.dtype] = set()
 
@@ -148,22 +147,13 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
         weights = gather_full_weights(run)
         run.save_checkpoint(folder / name)
         fit(rank, world, module, make(param_dtype="bfloat16"), resume=folder / name, max_epochs=3, **window)
-        dtypes = {value.dtype for value in weights.values()}
-        away = differ(weights, exact) if rank == 0 else 0.0
-        found[name] = plain.losses, halves.losses, module.losses, seen, dtypes, away
-    return found
-
-
-def test_it_trains_as_autocast_on_single_precision_does(tmp_path: Path) -> None:
-    found = run_distributed(_train, 2, tmp_path, timeout=280)[0]
-    for name, (full, halves, resumed, seen, dtypes, away) in found.items():
         assert seen == {HALF}, name
-        assert HALF not in dtypes, name  # Checkpoints are of the master weights.
-        assert halves == pytest.approx(full, rel=0.03), name
-        assert away < 0.05, name
-        assert halves[-1] < halves[0], name
-        assert resumed[0] < halves[0], name
-        assert len(resumed) == STEPS, name
+        assert HALF not in {value.dtype for value in weights.values()}, name  # Checkpoints are of the master weights.
+        assert len(module.losses) == STEPS, name
+        if rank == 0:  # The other's losses depend on its samples.
+            assert differ(weights, exact) < 0.05, name
+            assert halves.losses == pytest.approx(plain.losses, rel=0.03), name
+            assert max(halves.losses[-1], module.losses[0]) < halves.losses[0], name
 
 
 # --- parameters that go without a gradient ---------------------------------------------------------------------------
