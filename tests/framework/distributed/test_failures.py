@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from dlo_framework.checkpoint import load
+from support.checkpoints import check_same
 from support.launchers import free_port, slurm_task, wait_until
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -42,9 +42,7 @@ STRATEGIES = {
     "tp": "{class_path: MeshStrategy, init_args: {tp: 2, dp_shard: 1, timeout_minutes: MINUTES}}",
 }
 #: On four ranks.
-SQUARE = (
-    "{class_path: MeshStrategy, init_args: {pp: 2, tp: 2, dp_shard: 1, micro_batches: 2, timeout_minutes: MINUTES}}"
-)
+SQUARE = STRATEGIES["pp"].replace("pp: 2", "pp: 2, tp: 2")
 SILENCE = 12.0
 
 
@@ -351,12 +349,8 @@ def test_a_second_interrupt_ends_a_single_process_whose_exit_takes_long(dlo):
 @pytest.mark.parametrize("at", ["step", "validation", "save", "item", "compile"])
 def test_signals_end_a_run_that_hangs_anywhere(dlo, strategy, at):
     data = "{hang_on: 1}" if at == "item" else "{}"
-    hang = "{what: compile, after: 4}" if at == "compile" else ""
-    fault = (
-        "{after: 1000}"
-        if at == "item"
-        else hang or f"{{what: hang, at: {at}, after: {8 if at == 'validation' else 4}}}"
-    )
+    faults = {"item": "{after: 1000}", "compile": "{what: compile, after: 4}"}
+    fault = faults.get(at, f"{{what: hang, at: {at}, after: {8 if at == 'validation' else 4}}}")
     save = f"{{class_path: ModelCheckpoint, init_args: {{every_n_train_steps: 4, dirpath: {dlo.folder}/kept}}}}"
     path = config(dlo.folder, strategy, fault=fault, data=data, callbacks=save)
     seconds, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 30)
@@ -379,8 +373,7 @@ def test_signals_end_a_run_that_hangs_under_other_launchers(dlo, launcher, signu
     port = free_port()
     commands = [([sys.executable, *words], slurm_task(rank, 2, port)) for rank in range(2)]
     if launcher == "torchrun":
-        agent = "-m torch.distributed.run --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0"
-        commands = [([sys.executable, *agent.split(), *words], {})]
+        commands = [([sys.executable, *TORCHRUN, *words], {})]
     logs = [(dlo.folder / f"{number}.log").open("w+") for number in range(len(commands))]
     started = [
         subprocess.Popen(c, cwd=dlo.folder, env=dlo.environment() | e, stdout=log, stderr=log, start_new_session=True)
@@ -434,51 +427,42 @@ def test_what_one_rank_does_by_itself_with_a_model_is_found_in_seconds(dlo, stra
 # --- torchrun --------------------------------------------------------------------------------------------------
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    state = load(run / "checkpoints" / "last.ckpt")["state_dict"]
-    found = {}
-    for name in state:
-        found[name] = torch.empty(state.shape(name), dtype=state.dtype(name))
-        state.read_into(name, found[name])
-    return found
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+
+
+def torchrun(dlo, restarts: int, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *TORCHRUN, f"--max-restarts={restarts}", "-m", "dlo_framework", "fit", *words]
+    options = {"capture_output": True, "text": True, "timeout": 280, "check": False}
+    return subprocess.run(command, cwd=dlo.folder, env=dlo.environment(), **options)
+
+
+def check_alike(*runs: Path) -> None:
+    """Asserts that runs end with the same weights and moments, to the bit."""
+    check_same(*(run / "checkpoints" / "last.ckpt" for run in runs))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_torchrun_restarts_a_killed_run_which_goes_on_by_itself(dlo, curve, strategy):
     """Killed in the first epoch, before any checkpoint, and in the second: it starts anew, and goes on."""
-    callbacks = (
-        f"{{class_path: SecondFault, init_args: {{what: SIGKILL, rank: 0, after: 11, once: {dlo.folder}/killed}}}}"
-    )
-    fault = f"{{what: SIGKILL, after: 3, once: {dlo.folder}/killed}}"
-    path = config(dlo.folder, strategy, fault=fault, callbacks=callbacks)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "dlo_framework"]
-    words = ["fit", "--config", path, "--run.name", "torn", "--ckpt_path", "auto"]
-    done = subprocess.run(
-        [*command, *words], cwd=dlo.folder, env=dlo.environment(), capture_output=True, text=True, timeout=280
-    )
+    once = f"once: {dlo.folder}/killed"
+    callbacks = f"{{class_path: SecondFault, init_args: {{what: SIGKILL, rank: 0, after: 11, {once}}}}}"
+    path = config(dlo.folder, strategy, fault=f"{{what: SIGKILL, after: 3, {once}}}", callbacks=callbacks)
+    done = torchrun(dlo, 3, "--config", path, "--run.name", "torn", "--ckpt_path", "auto")
     assert done.returncode == 0, done.stderr[-6000:]
     assert sorted(file.name for file in dlo.folder.glob("killed.*")) == ["killed.11", "killed.3"]
     assert "rank 1 of 2 failed" in done.stderr
     whole = config(dlo.folder, strategy)
     dlo("fit", "--config", whole, "--run.name", "whole")
     runs = [dlo.folder / "runs" / "torn" / "version_1", dlo.folder / "runs" / "whole" / "version_0"]
-    found, expected = (weights(run) for run in runs)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_alike(*runs)
     assert curve(runs[0]) == curve(runs[1])
     assert len(curve(runs[0])) == 16
 
 
 @pytest.mark.slow
 def test_torchrun_names_the_first_failure(dlo):
-    path = config(dlo.folder, "zero3", fault="{}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", "-m", "dlo_framework", "fit", "--config", path]
-    done = subprocess.run(
-        command, cwd=dlo.folder, env=dlo.environment(), capture_output=True, text=True, timeout=280, check=False
-    )
+    done = torchrun(dlo, 0, "--config", config(dlo.folder, "zero3", fault="{}"))
     assert done.returncode == 1
     assert "dlo 0.3.0: rank 1 of 2 failed: ValueError: boom" in done.stderr
     assert "dlo 0.3.0: rank 0 ends because rank 1 of 2 failed: ValueError: boom" in done.stderr

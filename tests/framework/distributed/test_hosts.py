@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework import DloError
@@ -140,9 +139,7 @@ def test_two_hosts_train_as_one_does(dlo, hosts, strategy, ranks):
     for code, err in ended(running, dlo.folder, 300):
         assert code == 0, err[-4000:]
     dlo("fit", "--config", failures.config(dlo.folder, strategy), "--run.name", "one")
-    found, expected = (failures.weights(dlo.folder / "runs" / run / "version_0") for run in ("two", "one"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    failures.check_alike(*(dlo.folder / "runs" / run / "version_0" for run in ("two", "one")))
 
 
 def test_a_link_that_goes_down_ends_the_ranks_of_both_hosts(dlo, hosts):
@@ -174,9 +171,7 @@ def test_a_run_is_brought_back_on_both_hosts_after_one_s_rank_was_killed(dlo, ho
     assert (dlo.folder / "killed.11").exists()
     dlo("fit", "--config", failures.config(dlo.folder, "zero3"), "--run.name", "whole")
     runs = sorted((dlo.folder / "runs" / "back").glob("version_*"))
-    found, expected = failures.weights(runs[-1]), failures.weights(dlo.folder / "runs" / "whole" / "version_0")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    failures.check_alike(runs[-1], dlo.folder / "runs" / "whole" / "version_0")
 
 
 def newest_curve(run: Path) -> dict[int, float]:

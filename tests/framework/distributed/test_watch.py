@@ -101,17 +101,6 @@ def test_of_ranks_that_wait_in_vain_the_one_waited_for_is_to_blame(places, waiti
         assert "still in batch 4" in first.summary
 
 
-@contextmanager
-def files_at_most(count: int):
-    """Lowers this process's soft limit of open files, and puts it back."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, limits[1]))
-    try:
-        yield limits
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(monkeypatch, capsys):
     monkeypatch.setattr(heartbeat.resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(heartbeat.resource, "setrlimit", lambda _, limits: None)
@@ -168,7 +157,9 @@ def test_where_no_more_files_may_be_open_ranks_are_accepted_later_and_nothing_sp
     address = watch.serve(one_host=True, name="localhost")
     late = socket.socket()
     gc.collect()  # What other tests have left open would be closed meanwhile, and make room.
-    with files_at_most(late.fileno() + 10):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 10, limits[1]))
+    try:
         filler = list(iter(open_one, None))
         late.connect((address.hosts[0], address.port))
         late.sendall(b'{"rank": 1, "token": "%s"}\n' % address.token.encode())
@@ -178,6 +169,8 @@ def test_where_no_more_files_may_be_open_ranks_are_accepted_later_and_nothing_sp
         assert watch._peers == []
         for descriptor in filler:
             os.close(descriptor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     wait_until(lambda: [peer.rank for peer in watch._peers] == [1])
     watch.end(orderly=True)
     late.close()
