@@ -82,9 +82,7 @@ def applied(net: nn.Module, **settings: Any) -> nn.Module:
 @pytest.mark.parametrize(
     "settings", [{}, {"every": 2}, {"offload": True}, {"mode": "selective"}, {"mode": "selective", "every": 3}]
 )
-def test_gradients_are_the_same_to_the_bit(
-    settings: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_the_same_to_the_bit(settings: Any, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if settings.get("offload"):
         move_on_a_cpu(monkeypatch)
     net = applied(Net(), **settings)
@@ -109,14 +107,7 @@ def move_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return started
 
 
-def test_offload_takes_the_blocks_inputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = move_on_a_cpu(monkeypatch)
-    gradients(applied(Net(), offload=True))
-    shape = (3, 10, WIDTH)
-    assert started == [f"down {shape}"] * DEPTH + [f"up {shape}"] * DEPTH
-
-
-def test_offload_fetches_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_takes_the_blocks_inputs_alone_and_fetches_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     started = move_on_a_cpu(monkeypatch)
     net, seen = applied(Net(), offload=True), []
     for number, block in enumerate(net.blocks):
@@ -128,6 +119,8 @@ def test_offload_fetches_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> Non
         # Backward of the last block begins before anything is fetched; of each other one, its inputs are on their way.
         expected = [(DEPTH - 1, DEPTH), *((DEPTH - 1 - done, DEPTH + done + 1) for done in range(1, DEPTH))]
         assert seen == expected
+        shape = (3, 10, WIDTH)
+        assert started == [f"down {shape}"] * DEPTH + [f"up {shape}"] * DEPTH
 
 
 def calls(net: nn.Module) -> Counter[str]:

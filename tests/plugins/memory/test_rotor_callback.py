@@ -12,12 +12,11 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
+from dlo_framework.callback import PluginCallback
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.models.recompute import recompute
-from dlo_framework.testing import run_distributed
-from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.memory import scheduled_blocks
 from dlo_plugins.memory.planning import Plan
@@ -27,6 +26,7 @@ from dlo_plugins.memory.schedule import Chain, Keep, Link, Mode, Stage, plan_tra
 from dlo_plugins.memory.scheduled_blocks import ScheduledBlocks, SimulatedLink, StreamLink
 from support.fsdp_nets import trainer
 from support.late import LateStream
+from support.on_ranks import on_ranks
 from support.rotor_runs import STEPS, Block, NetTask, Seen, VirtualClock, assert_same, train
 
 
@@ -264,27 +264,21 @@ def test_runs_that_do_not_fit_are_refused(callback: Callback, link: str | None, 
 # --- on ranks ---------------------------------------------------------------------------------------------------
 
 
-class Changing(DynamicBatchSize):
+class Changing(PluginCallback):
     """Callback that may change batches, and leaves it to the data."""
 
-    def __init__(self) -> None:
-        Callback.__init__(self)
+    changes_batch_shapes = True
 
 
-for _name in {*vars(DynamicBatchSize)} & {*vars(Callback)} - {"__doc__", "__module__", "__init__"}:
-    setattr(Changing, _name, vars(Callback)[_name])
+@on_ranks(2)
+def test_ranks_survey_again_together(rank: int, world_size: int, folder: Path) -> None:
+    """A survey on one rank alone would leave it waiting for the others' plans.
 
-
-def _larger_on_rank_0(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
-    """Trains with a batch that is larger on rank 0, and then with larger ones on both ranks."""
+    A batch is larger on rank 0, and then larger ones come on both ranks.
+    """
     sizes = [8] * 5 + [16 if rank == 0 else 8] + [8] * 2 + [32] * 6
     batches = [(torch.randn(size, 16), torch.randint(4, (size,))) for size in sizes]
     rotor = Rotor("80%")
     run = trainer(world_size, DataParallelStrategy(), callbacks=[rotor, Changing()], default_root_dir=folder)
     run.fit(NetTask(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return run.global_step, rotor._measured_bytes
-
-
-def test_ranks_survey_again_together(tmp_path: Path) -> None:
-    """A survey on one rank alone would leave it waiting for the others' plans."""
-    assert run_distributed(_larger_on_rank_0, 2, tmp_path) == [(14, 32 * (16 * 4 + 8))] * 2
+    assert (run.global_step, rotor._measured_bytes) == (14, 32 * (16 * 4 + 8))
