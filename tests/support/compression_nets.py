@@ -112,11 +112,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def same_on_all_ranks(module: nn.Module) -> bool:
-    for tensor in weights(module):
-        first = tensor.clone()
-        dist.broadcast(first, 0)
-        equal = torch.tensor(int(torch.equal(first, tensor)))
-        dist.all_reduce(equal, dist.ReduceOp.MIN)
-        if not equal:
-            return False
-    return True
+    own = torch.cat([tensor.flatten() for tensor in weights(module)])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    equal = torch.tensor(int(torch.equal(first, own)))
+    dist.all_reduce(equal, dist.ReduceOp.MIN)
+    return bool(equal)

@@ -156,25 +156,12 @@ def resnet(micro_batches: int) -> Case:
 
 
 def language(model_type: str, micro_batches: int, packed: bool = False, **options: Any) -> Case:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from dlo_tasks.language.language_models import hidden_states
     from dlo_tasks.language.language_plans import plan_for
+    from support.causal_types import tiny
+    from support.token_batches import built_model
 
-    sizes = {
-        "vocab_size": 61, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 6, "n_embd": 24, "n_layer": 6, "n_head": 4, "n_positions": 32,
-        "max_position_embeddings": 32, "sliding_window": 4,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    none = dict.fromkeys(("attention_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"), 0.0)
-    config = AutoConfig.for_model(model_type)
-    for name, value in {**sizes, **none, **options}.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:6]
-    model = AutoModelForCausalLM.from_config(config)
+    model = built_model(tiny(model_type, dropout=False, **options))
     batches = []
     for _ in range(micro_batches):
         batch = {"input_ids": torch.randint(3, 61, (2, 9)), "labels": torch.randint(3, 61, (2, 9))}
@@ -208,7 +195,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "llama": lambda n: language("llama", n, packed=True),
     "llama, tied": lambda n: language("llama", n, tie_word_embeddings=True),
     "gpt2": lambda n: language("gpt2", n, tie_word_embeddings=True),
-    "gemma2": lambda n: language("gemma2", n, attn_implementation="eager"),
+    "gemma2": lambda n: language("gemma2", n, sliding_window=4),
 }
 
 

@@ -75,7 +75,7 @@ def test_each_tensor_has_one_stage_and_the_rest_is_meta() -> None:
 
 def test_tied_weights_stay_one_tensor_and_are_known_across_ranks() -> None:
     case = language("llama", 1, tie_word_embeddings=True)
-    stages = Stages(case.model, case.plan, [1, 2, 2, 1])
+    stages = Stages(case.model, case.plan, [1, 1, 1, 1])
     names = ("model.embed_tokens.weight", "lm_head.weight")
     assert stages.stages_of(names[0]) == stages.stages_of(names[1]) == (0, 3)
     (group,) = find_tied_groups(case.model, stages, Placement(4))
@@ -206,7 +206,6 @@ def test_a_forward_that_ends_early_is_named() -> None:
         (("1F1B", 2, 8, None, [2, 2]), r"add up to the model's 6 blocks, got \[2, 2\] \(4 blocks\); set \[3, 3\]"),
         (("1F1B", 8, 8), r"got 6 blocks for 8 stages; set pp times stages_per_rank to 6 or less"),
         (("ZBV", 4, 8), r"got 6 blocks for 8 stages"),
-        (("Interleaved1F1B", 2, 7, 3), r"set 6 or 8"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_a_fix(arguments: tuple[Any, ...], message: str) -> None:
@@ -270,12 +269,10 @@ def test_costs_by_operations() -> None:
     assert by_flops.head == 2 * width * 7 * rows
     # A loss that computes belongs to the head.
     llama = language("llama", 1, packed=True)
-    batch = llama.micro_batches[0]
-    with_loss = flop_costs(
-        llama.model, llama.plan, lambda: llama.loss(llama.model, llama.forward(llama.model, batch), batch)
-    )
+    model, batch = llama.model, llama.micro_batches[0]
+    with_loss = flop_costs(model, llama.plan, lambda: llama.loss(model, llama.forward(model, batch), batch))
     assert with_loss is not None
-    assert with_loss.head == 2 * 24 * 61 * 18
+    assert with_loss.head == 2 * 32 * 64 * 18
     assert with_loss.stem == 0
 
 
