@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -87,55 +88,45 @@ def test_ulysses_needs_heads_that_the_ranks_divide() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def _elements_and_bytes(rank: int, ranks: int) -> dict[Any, Any]:
-    """Returns the elements sent and the bytes held, by ranks of the axis, method and recomputation."""
-    found: dict[Any, Any] = {}
-    for cp, method in ((1, "ring"), (2, "ulysses"), (4, "ring"), (4, "ulysses")):
-        for again in (False, True):
-            model = built()
-            applier = applied(model, method, cp)
-            if again:
-                recompute(model.model.layers)
-            part = applier.shard_batch(batch_of(2, 256))
-            held: dict[int, int] = {}
-            parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+@on_ranks(4)
+def test_what_is_sent_is_the_papers_and_what_is_held_falls_with_the_ranks(rank: int, ranks: int) -> None:
+    alone: dict[bool, int] = {}
+    for (cp, method), again in itertools.product(
+        ((1, "ring"), (2, "ulysses"), (4, "ring"), (4, "ulysses")), (False, True)
+    ):
+        model = built()
+        applier = applied(model, method, cp)
+        if again:
+            recompute(model.model.layers)
+        part = applier.shard_batch(batch_of(2, 256))
+        saved: dict[int, int] = {}
 
-            def note(tensor: Tensor, held: dict[int, int] = held, parameters: set[int] = parameters) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in parameters:
-                    held[storage.data_ptr()] = storage.nbytes()
-                return tensor
+        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                loss = hidden(model, part).square().sum()
-            loss.backward()
-            sequence = applier.sequence
-            elements = dict(sequence.ring.elements) if sequence is not None else {}
-            found[cp, method, again] = elements, sum(held.values())
-    return found
-
-
-def test_what_is_sent_is_the_papers_and_what_is_held_falls_with_the_ranks() -> None:
-    for found in run_distributed(_elements_and_bytes, 4):
-        for (cp, method, again), (elements, held) in found.items():
-            positions = 2 * 256 // cp * LAYERS
-            keys_values = 2 * KEYS * positions
-            forwards, more = 2 if again else 1, 0
-            if cp == 1:
-                assert not elements
-            elif method == "ring":
-                passed = (cp - 1) * keys_values
-                assert elements == {
-                    "forward_keys_values": forwards * passed,
-                    "backward_keys_values": passed,
-                    "backward_gradients": passed,
-                }
-            else:
-                repeats = max(2, cp) // 2  # Of two heads of keys.
-                assert elements == {"all_to_all": (forwards + 1) * (2 * WIDTH * positions + repeats * keys_values)}
-                if not again:  # the attention's output by heads and by positions, and heads that are repeated
-                    more = 4 * WIDTH * positions + 4 * (repeats - 1) * keys_values
-            assert held < 1.01 * found[1, "ring", again][1] / cp + more, (cp, method, again)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = hidden(model, part).square().sum()
+        loss.backward()
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        held = sum(size for at, size in saved.items() if at not in parameters)
+        elements = {} if applier.sequence is None else dict(applier.sequence.ring.elements)
+        positions = 2 * 256 // cp * LAYERS
+        keys_values = 2 * KEYS * positions
+        forwards, more = 2 if again else 1, 0
+        if cp == 1:
+            alone[again] = held
+            assert not elements
+        elif method == "ring":
+            passed = (cp - 1) * keys_values
+            backward = dict.fromkeys(("backward_keys_values", "backward_gradients"), passed)
+            assert elements == {"forward_keys_values": forwards * passed, **backward}
+        else:
+            repeats = max(2, cp) // 2  # Of two heads of keys.
+            assert elements == {"all_to_all": (forwards + 1) * (2 * WIDTH * positions + repeats * keys_values)}
+            if not again:  # the attention's output by heads and by positions, and heads that are repeated
+                more = 4 * WIDTH * positions + 4 * (repeats - 1) * keys_values
+        assert held < 1.01 * alone[again] / cp + more, (cp, method, again)
 
 
 @on_ranks(2)

@@ -506,35 +506,18 @@ def test_the_applier_shards_a_model_by_itself(rank: int, world: int) -> None:
     assert float((net(data()[0][0]) - whole).abs().max()) < 1e-6
 
 
-def _one_rank(rank: int, world: int) -> dict[str, Any]:
-    """Returns, for options, the dtype that one rank computes in, whether its weights are shards, and their error."""
-    found = {}
-    for name, (options, precision) in ALONE.items():
+@on_ranks(1)
+def test_one_rank_shards_where_an_option_asks_for_it(rank: int, world: int) -> None:
+    for options, precision, dtype, is_sharded, near in (
+        ({}, "32-true", torch.float32, False, 1e-6),
+        ({"offload": True}, "32-true", torch.float32, True, 1e-6),
+        ({"param_dtype": "bfloat16"}, "bf16-mixed", torch.bfloat16, True, 0.05),
+    ):
         module, seen = Module(), set()
         module.net.head.register_forward_pre_hook(lambda head, _, seen=seen: seen.add(head.weight.dtype))
-        run = fit(rank, world, module, FSDPStrategy(**options), precision=precision)
-        sharded = all(isinstance(parameter, DTensor) for parameter in module.parameters())
-        found[name] = seen, sharded, differ(gather_full_weights(run), alone(Module()))
-    return found
-
-
-ALONE: dict[str, tuple[dict[str, Any], Any]] = {
-    "nothing asked": ({}, "32-true"),
-    "offload": ({"offload": True}, "32-true"),
-    "gathered halves": ({"param_dtype": "bfloat16"}, "bf16-mixed"),
-}
-
-
-def test_one_rank_shards_where_an_option_asks_for_it() -> None:
-    (found,) = run_distributed(_one_rank, 1, timeout=100)
-    single, half = {torch.float32}, {torch.bfloat16}
-    assert {name: value[:2] for name, value in found.items()} == {
-        "nothing asked": (single, False),
-        "offload": (single, True),
-        "gathered halves": (half, True),
-    }
-    for name, (_, _, difference) in found.items():
-        assert difference < (0.05 if name == "gathered halves" else 1e-6), name
+        check_fit(rank, world, module, FSDPStrategy(**options), alone(Module()), near=near, precision=precision)
+        assert seen == {dtype}, options
+        assert {isinstance(parameter, DTensor) for parameter in module.parameters()} == {is_sharded}, options
 
 
 def test_an_accelerator_gathers_halves_by_default_where_autocast_computes_in_them() -> None:

@@ -23,7 +23,6 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.errors import DloError
-from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.parallel.flat_slices import FlatPartition
 from dlo_plugins.parallel.zero.flat_group import FlatGroup
@@ -90,8 +89,9 @@ def step(engine: ZeroEngine, model: nn.Module, optimizer: Any, micro_batches: in
     return held
 
 
-def _bytes_and_volume(rank: int, world_size: int) -> dict[tuple[int, bool], Any]:
-    found = {}
+@on_ranks(4)
+def test_bytes_are_the_paper_s_and_no_more_elements_pass_than_it_says(rank: int, ranks: int) -> None:
+    psi = sum(p.numel() for p in Net().parameters())
     for stage, halves in itertools.product((1, 2, 3), (False, True)):
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -101,29 +101,20 @@ def _bytes_and_volume(rank: int, world_size: int) -> dict[tuple[int, bool], Any]
             held = step(engine, model, optimizer)
         with engine.communicator.counted() as four:
             step(engine, model, optimizer, micro_batches=4)
-        found[stage, halves] = held, dict(one), dict(four)
-    return found
-
-
-def test_bytes_are_the_paper_s_and_no_more_elements_pass_than_it_says() -> None:
-    ranks = 4
-    psi = sum(p.numel() for p in Net().parameters())
-    for found in run_distributed(_bytes_and_volume, ranks, timeout=200):
-        for (stage, halves), (held, one, four) in found.items():
-            formula = paper_bytes(psi, ranks, stage, masters=halves)
-            expected = {"parameters": formula.parameters, "optimizer": formula.optimizer}
-            # In stage 1 too full gradients are there only while micro-batches add up: the reduction frees them.
-            expected["gradients"] = paper_bytes(psi, ranks, max(stage, 2), masters=halves).gradients
-            if halves:
-                expected["gradients"] += 2 * psi / ranks  # They are kept in single precision.
-            if halves and stage == 3:
-                expected["parameters"] = 0  # No copy is kept between uses: masters are all there is.
-            assert held == pytest.approx(expected, rel=0.01, abs=1), (stage, halves)
-            slack = 1.01  # padding
-            assert one["reduce_scatter"] <= slack * psi
-            assert one["all_gather"] <= slack * psi * (2 if stage == 3 else 1)
-            assert four["reduce_scatter"] <= slack * psi * (1 if stage == 1 and not halves else 4)
-            assert four["all_gather"] <= slack * psi * (2 * 4 if stage == 3 else 1)
+        formula = paper_bytes(psi, ranks, stage, masters=halves)
+        expected = {"parameters": formula.parameters, "optimizer": formula.optimizer}
+        # In stage 1 too full gradients are there only while micro-batches add up: the reduction frees them.
+        expected["gradients"] = paper_bytes(psi, ranks, max(stage, 2), masters=halves).gradients
+        if halves:
+            expected["gradients"] += 2 * psi / ranks  # They are kept in single precision.
+        if halves and stage == 3:
+            expected["parameters"] = 0  # No copy is kept between uses: masters are all there is.
+        assert held == pytest.approx(expected, rel=0.01, abs=1), (stage, halves)
+        slack = 1.01  # padding
+        assert one["reduce_scatter"] <= slack * psi
+        assert one["all_gather"] <= slack * psi * (2 if stage == 3 else 1)
+        assert four["reduce_scatter"] <= slack * psi * (1 if stage == 1 and not halves else 4)
+        assert four["all_gather"] <= slack * psi * (2 * 4 if stage == 3 else 1)
 
 
 @on_ranks(2)
@@ -192,14 +183,15 @@ class Watching(Initialiser):
         self.most = max(self.most, sum(parameter.untyped_storage().nbytes() for parameter in held))
 
 
-def _without_memory(rank: int, world_size: int) -> tuple[int, float, bool]:
+@on_ranks(2)
+def test_a_model_without_memory_gets_it_a_unit_at_a_time_and_trains_as_any_other(rank: int, world_size: int) -> None:
     with torch.device("meta"):
-        model = Net()
+        model, alone = Net(), Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     initialise = Watching(model)
     engine = built(3, model, optimizer, initialise)
-    with torch.device("meta"):
-        alone = Net()
+    # The root's parameters are fewer than a block's.
+    assert initialise.most <= 1.1 * sum(parameter.nbytes for parameter in Block().parameters())
     Initialiser(torch.device("cpu"), seed=3)(alone, "")
     plain, mine = torch.optim.AdamW(alone.parameters(), lr=0.1), torch.randn(4, 7)
     for _ in range(2):
@@ -212,20 +204,11 @@ def _without_memory(rank: int, world_size: int) -> tuple[int, float, bool]:
             steps.step()
             steps.zero_grad()
     engine.dissolve()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    difference = max(float((found - expected).abs().max()) for found, expected in pairs)
-    return initialise.most, difference, [p.shape for p in model.parameters()] == [p.shape for p in alone.parameters()]
+    torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=0, atol=1e-5)
 
 
-def test_a_model_without_memory_gets_it_a_unit_at_a_time_and_trains_as_any_other() -> None:
-    block = sum(parameter.nbytes for parameter in Block().parameters())
-    for most, difference, alike in run_distributed(_without_memory, 2, timeout=100):
-        assert most <= 1.1 * block  # The root's parameters are fewer.
-        assert difference < 1e-5
-        assert alike
-
-
-def _published_while_gathered(rank: int, world_size: int) -> list[float]:
+@on_ranks(2, group_timeout=5.0)
+def test_what_a_unit_s_step_sends_waits_for_the_gather_under_way(rank: int, world_size: int) -> None:
     """A step of a unit that is being gathered, by a rank that is ahead of the other."""
     weight = nn.Parameter(torch.zeros(64))
     group = FlatGroup({"weight": weight}, Communicator(), CPU, keep_full=False, step_device=CPU)
@@ -237,12 +220,7 @@ def _published_while_gathered(rank: int, world_size: int) -> list[float]:
         group.shard.fill_(10 * number + rank)
         group.all_gather_params()
         group.finish_gather()
-    return weight.tolist()
-
-
-def test_what_a_unit_s_step_sends_waits_for_the_gather_under_way() -> None:
-    for found in run_distributed(_published_while_gathered, 2, group_timeout=5.0, timeout=100):
-        assert found == [20.0] * 32 + [21.0] * 32
+    assert weight.tolist() == [20.0] * 32 + [21.0] * 32
 
 
 # --- stage 3 with parts of it in CPU memory: what lies where ---------------------------------------------------------
@@ -269,10 +247,9 @@ def _engine(offload: str | None) -> tuple[nn.Module, Any, ZeroEngine]:
     return model, optimizer, ZeroEngine(model, [optimizer], ["0", "1"], Communicator(), DEVICE, options)
 
 
-def _places(rank: int, world_size: int) -> dict[Any, Any]:
-    """Returns where groups lie by offload, and the bytes of copies for a step beside the shards."""
-    found: dict[Any, Any] = {}
-    for offload in PLACES:
+@on_ranks(2)
+def test_each_option_moves_what_it_names_and_nothing_else(rank: int, world_size: int) -> None:
+    for offload, (rests, home) in PLACES.items():
         model, optimizer, engine = _engine(offload)
         places = {(group.trains, group.shard_device, group.step_device) for group in engine.groups}
         backward(engine, model(torch.randn(3, 4)).square().mean())
@@ -282,13 +259,6 @@ def _places(rank: int, world_size: int) -> dict[Any, Any]:
         shards = sum(group.shard.nbytes for group in engine.groups if group.trains)
         held = engine.count_state_bytes()["parameters"] - sum(group.shard.nbytes for group in engine.groups)
         engine.dissolve()
-        found[offload] = places, copies, shards, held
-    return found
-
-
-def test_each_option_moves_what_it_names_and_nothing_else() -> None:
-    for offload, (places, copies, shards, held) in run_distributed(_places, 2)[0].items():
-        rests, home = PLACES[offload]
         assert places == {(True, rests, home), (False, rests, rests)}, offload
         # The copy that the CPU steps stays there; on the device it is there for a step alone.
         assert copies == held == (shards if offload == "optimizer" else 0), offload
