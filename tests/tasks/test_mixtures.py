@@ -43,22 +43,17 @@ mixtral = partial(llama, model_type="mixtral", num_local_experts=4)
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 1, "top_k": 3}, {"shared": True}, {"router": "sigmoid"}])
-def test_a_vit_starts_as_the_dense_one(options: dict[str, Any]) -> None:
-    dense, mixed = vit(None), vit(MixtureOptions(count=4, **options))
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_vit_starts_as_the_dense_one(options: dict[str, Any], gated: bool) -> None:
+    args = {**VIT, "mlp_layer": SwiGLU} if gated else VIT
+    dense, mixed = (vit(experts, model_args=args) for experts in (None, MixtureOptions(count=4, **options)))
+    assert mixed.model.blocks[1].mlp.experts.gated == gated
     count = 4 if options.get("every") == 1 else 2
     assert [isinstance(block.mlp, MixtureLayer) for block in mixed.model.blocks].count(True) == count
     images = torch.randn(3, 3, 16, 16)
     torch.testing.assert_close(mixed.model(images), dense.model(images))
     mixed.parallel_plan().validate(mixed.model)
     assert len(find_mixtures(mixed.model)) == count
-
-
-def test_a_vit_with_gated_mlps_starts_as_the_dense_one() -> None:
-    args = {**VIT, "mlp_layer": SwiGLU}
-    dense, mixed = (vit(experts, model_args=args) for experts in (None, MixtureOptions(count=4)))
-    images = torch.randn(3, 3, 16, 16)
-    assert mixed.model.blocks[1].mlp.experts.gated
-    torch.testing.assert_close(mixed.model(images), dense.model(images))
 
 
 def test_a_llama_starts_as_the_dense_one_and_its_plan_fits() -> None:

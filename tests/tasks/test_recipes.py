@@ -1,4 +1,4 @@
-"""Recipes and public configs of language models: they fit their classes, with the sizes and memory that they say."""
+"""Recipes and public configs of models: they fit their classes, with the sizes and memory that they say."""
 
 import importlib
 import inspect
@@ -12,6 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 
+import dlo_framework
 from dlo_framework.cli.main import main
 from dlo_framework.config_only import config_only
 from dlo_framework.errors import DloError
@@ -19,31 +20,22 @@ from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.models import attention
 from dlo_framework.models.four_bit_linear import FourBitLinear
+from dlo_plugins.distill.callback import Distill
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.language import language_models
 from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.generation import Sampling
 from dlo_tasks.language.language_models import build_model, public_configs, read_config
-from dlo_tasks.language.masked_data import MaskedTextData
-from dlo_tasks.language.masked_lm import MaskedLM
-from dlo_tasks.language.preference_data import PreferenceData
-from dlo_tasks.language.preference_lm import PreferenceLM
-from dlo_tasks.language.seq2seq_data import Seq2SeqData
-from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
-from dlo_tasks.language.text_data import TextData
 from support.simulated_ranks import simulate_ranks
 from support.token_batches import SMALL
 
 pytestmark = pytest.mark.recipes
 
-FOLDER = Path(__file__).parents[3] / "configs" / "llm"
-CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
-#: Classes of the recipes' tasks and data.
-CLASSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (CausalLM, MaskedLM, PreferenceLM, Seq2SeqLM, TextData, MaskedTextData, PreferenceData, Seq2SeqData)
-}
+ROOT = Path(__file__).parents[2]
+RECIPES = {str(path.relative_to(ROOT / "configs").with_suffix("")): path for path in ROOT.glob("configs/**/*.yaml")}
+LLM, IMAGES = ([name for name in sorted(RECIPES) if name.startswith("llm/") == llm] for llm in (True, False))
 #: Sizes of the models of 4-bit recipes, as their config.json has them.
 SIZES: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B-Instruct": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -54,27 +46,28 @@ SIZES: dict[str, dict[str, Any]] = {
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
 
 
-def read(name: str) -> tuple[dict[str, Any], str]:
-    text = CONFIGS[name].read_text()
-    header = " ".join(line.lstrip("# ") for line in text.split("seed_everything")[0].splitlines())
-    return yaml.safe_load(text), header
+def read(name: str) -> dict[str, Any]:
+    """Returns a recipe, of keys that a run knows, and with the optimizers that its callbacks add."""
+    config = yaml.safe_load(RECIPES[name].read_text())
+    assert set(config) <= {"seed_everything", "trainer", "model", "data", "callbacks", "plugins", "run"}
+    assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
+    if config["model"]["init_args"].get("optimizer") == "OneBitAdam":
+        importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
+    return config
 
 
 def parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", LLM)
 def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = read(name)
+    config = read(name)
     given = config["model"]["init_args"]
-    assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
     if "model" in given:  # The hub is out of reach of tests.
         sizes = {**SMALL, "hidden_size": 64, "intermediate_size": 128}
         made = language_models.read_config(None, {"model_type": "llama", **sizes})
         monkeypatch.setattr(language_models, "read_config", lambda model, config: made)
-    if given.get("optimizer") == "OneBitAdam":
-        importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
     arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
     if "sampling" in given:
         arguments["sampling"] = Sampling(**given["sampling"])
@@ -84,17 +77,18 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
         mask = given["attention"]["mask"]
         pattern = getattr(attention, mask["class_path"])(**mask["init_args"])
         arguments["attention"] = attention.Attention(given["attention"]["kernel"], pattern)
-    CLASSES[config["model"]["class_path"]](**arguments).check(None)
-    data = CLASSES[config["data"]["class_path"]](**config["data"]["init_args"])
+    getattr(dlo_framework, config["model"]["class_path"])(**arguments).check(None)
+    data = getattr(dlo_framework, config["data"]["class_path"])(**config["data"]["init_args"])
     assert data.batch_size % config["trainer"].get("devices", 1) == 0
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "limit"),
-    [("llama3.1_8b_qlora", 1, 16), pytest.param("llama3.1_70b_qlora", 2, 48, marks=pytest.mark.slow)],
+    [("llm/llama3.1_8b_qlora", 1, 16), pytest.param("llm/llama3.1_70b_qlora", 2, 48, marks=pytest.mark.slow)],
 )
 def test_four_bit_weights_take_what_the_header_says_and_fit_the_gpu(name: str, devices: int, limit: int) -> None:
-    config, header = read(name)
+    config, text = read(name), RECIPES[name].read_text()
+    header = " ".join(line.lstrip("# ") for line in text.split("seed_everything")[0].splitlines())
     settings = SIZES[config["model"]["init_args"]["model"]]
     given = {**config["model"]["init_args"], "model": None, "config": {**LLAMA, **settings}}
     task = CausalLM(**{**given, "lora": Lora(**given["lora"])})
@@ -118,10 +112,59 @@ def test_four_bit_weights_take_what_the_header_says_and_fit_the_gpu(name: str, d
     assert int(re.findall(r"memory\s+(\d+) GB", header)[0]) < limit
 
 
+class Thousand:
+    """Stands in for ImageNet, which has to be there for a datamodule."""
+
+    num_classes = 1000
+
+    def __init__(self, image_size: int, eval_image_size: int | None = None) -> None:
+        self.image_size, self.eval_image_size = image_size, eval_image_size
+
+
+#: Models that have been built: many recipes differ in the trainer alone.
+BUILT: list[object] = []
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_recipe_of_images_is_accepted_by_its_classes_and_builds(name: str) -> None:
+    config = read(name)
+    assert config["model"]["class_path"] == "ImageClassifier"
+    task = ImageClassifier(**config["model"]["init_args"])
+    given = config["data"]["init_args"]
+    data: Any = getattr(dlo_framework, config["data"]["class_path"])(**given)
+    if name.startswith("imagenet/"):
+        data = Thousand(given["image_size"], given.get("eval_image_size"))
+    task.check(data)
+    size, names = given["image_size"], ("model", "model_args", "position_embedding", "experts")
+    model = [size, *(config["model"]["init_args"].get(name) for name in names)]
+    if model in BUILT:
+        return
+    BUILT.append(model)
+    with torch.device("meta"):
+        task.configure_model()
+        (images,), _ = task.inputs((torch.zeros(2, 3, size, size), None))
+        assert task(images).shape == (2, data.num_classes)
+    task.parallel_plan().validate(task.model)
+
+
+def test_deits_student_and_its_teacher_fit_together() -> None:
+    """The recipe's Distill accepts both on the meta device; the teacher's weights are not downloaded."""
+    config = read("imagenet/deit_distilled")
+    init = next(c["init_args"] for c in config["trainer"]["callbacks"] if c["class_path"] == "Distill")
+    given = init.pop("teacher")["task"]["init_args"]
+    assert given.pop("pretrained")
+    distill = Distill(FrozenModel(task=ImageClassifier(**given)), **init)
+    student = ImageClassifier(**config["model"]["init_args"])
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    distill.check_run(trainer, student, Thousand(config["data"]["init_args"]["image_size"]))
+    with torch.device("meta"):
+        student.configure_model()
+    assert student.use_distillation_token()
+    by_class, by_token = student.train()(torch.zeros(2, 3, 224, 224, device="meta"))
+    assert by_class.shape == by_token.shape == (2, 1000)
+
+
 # --- public configs of the recipes' models: their sizes are the published ones, and a run does not use them ----------
-
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
