@@ -49,16 +49,6 @@ PLACES = {
 }
 
 
-def small_model(family: str, **more: Any) -> Any:
-    """Returns a model of a family that CausalLM knows."""
-    names = ("n_embd", "n_layer", "n_head")
-    names = names if family == "gpt2" else ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    sizes = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    sizes |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
-    return built_model({**sizes, **more})
-
-
 def built_model(config: dict[str, Any], dtype: torch.dtype | None = torch.float32) -> Any:
     """Returns the model of a config, as a task builds it."""
     settings = language_models.read_config(None, config)

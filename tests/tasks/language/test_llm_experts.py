@@ -1,4 +1,4 @@
-"""Mixtures in families of transformers: which are found, how experts are stacked, and the loss that balances them."""
+"""Families of transformers: their parallel plans, their mixtures, and the loss that balances the experts of these."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
 from dlo_framework.models.experts import Mixture, find_mixtures
+from dlo_framework.plan import Rule
 from dlo_framework.shards import Box
 from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_tasks.language import model_folders
+from dlo_tasks.language import adapters, model_folders
+from dlo_tasks.language.adapters import Lora
 from dlo_tasks.language.causal_lm import CausalLM
 from dlo_tasks.language.language_plans import plan_for
 from dlo_tasks.language.masked_lm import MaskedLM
@@ -24,7 +26,7 @@ from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from support.causal_types import TYPES, tiny, tiny_masked
 from support.seq2seq import seq2seq_config
 from support.strategies import STRATEGIES
-from support.token_batches import SMALL, Tokens, packed_rows
+from support.token_batches import Tokens, packed_rows
 from support.trainers import quiet_trainer
 
 #: Families of the ordinary test, with the modules that hold router and experts.
@@ -38,11 +40,9 @@ NAMED = {
 OWN_FORM = {"jetmoe", "longcat_flash"}
 
 
-def build(family: str) -> Any:
-    config = tiny(family)
-    kind = config.pop("model_type")
+def build(family: str, **more: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny(family, **more)))
 
 
 def check(family: str) -> list[Mixture]:
@@ -106,8 +106,8 @@ def test_every_family_with_experts_is_found() -> None:
 
 def stored(family: str, folder: Path) -> tuple[Any, Any]:
     """Returns a model, and what has been saved of it."""
-    config = tiny(family, num_hidden_layers=2)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    config = AutoConfig.for_model(**tiny(family, num_hidden_layers=2))
+    model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return model, model_folders.open_safetensors(folder)
 
@@ -141,18 +141,14 @@ def test_an_expert_that_is_missing_leaves_its_stack_out(tmp_path: Path) -> None:
 # --- the loss that balances the experts of a mixture: transformers' own, whatever the batch is cut into --------------
 
 
-SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "granitemoe": {"num_local_experts": 4, "logits_scaling": 2.0},
-}
+BALANCED: dict[str, Any] = {"dropout": False, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+FAMILIES: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3_moe": {}, "granitemoe": {"logits_scaling": 2.0}}
 
 
 def task_of(family: str = "mixtral", **more: Any) -> CausalLM:
     torch.manual_seed(0)
     options = {name: more.pop(name) for name in ("recompute", "optimizer", "lr", "schedule") if name in more}
-    task = CausalLM(config={"model_type": family, **SIZES, **FAMILIES.get(family, {}), **more}, **options)
+    task = CausalLM(config=tiny(family, **BALANCED | FAMILIES[family] | more), **options)
     task.configure_model()
     return task
 
@@ -248,7 +244,7 @@ def test_compiled_blocks_have_it_too() -> None:
 def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], named: str) -> None:
     strategy = MeshStrategy(dp_shard=1, **axes)
     strategy.parallel_devices = [torch.device("cpu")] * 2
-    mixture = CausalLM(config={"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]})
+    mixture = CausalLM(config=tiny("mixtral", **BALANCED))
     both = Seq2SeqLM(config=seq2seq_config("t5"))
     masked = MaskedLM(config=tiny_masked("bert"))
     refused: list[tuple[Any, str, set[str]]] = [
@@ -262,6 +258,114 @@ def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], 
 
 
 def test_a_family_without_it_is_refused() -> None:
-    task = CausalLM(config={"model_type": "llama4_text", **{k: v for k, v in SIZES.items() if "coef" not in k}})
+    task = CausalLM(config=tiny("llama4_text", output_router_logits=True))
     with pytest.raises(DloError, match=r"output_router_logits must be false .*, got true for Llama4ForCausalLM"):
         task.check(None)
+
+
+# --- parallel plans, read from what transformers says of each family ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("bloom", "cohere", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi3"),
+        "qwen3",
+    ],
+)
+def test_every_parameter_has_one_place(family: str) -> None:
+    model = build(family)
+    plan = plan_for(model)
+    plan.validate(model)
+    assert len(plan.block_names(model)) == len(plan.attention_names(model)) == model.config.num_hidden_layers
+    assert plan.owners("lm_head.weight") == ["head"]
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    assert plan.owners(f"{embedding}.weight") == ["stem"]
+    final = [name for name, _ in model.named_parameters() if "norm" in name.split(".")[-2] or "ln_f" in name]
+    outside = [name for name in final if not name.startswith(plan.blocks[0].removesuffix("*")) and "word" not in name]
+    assert outside
+    assert all(plan.owners(name) == ["head"] for name in outside)
+
+
+@pytest.mark.parametrize(
+    ("family", "norm", "place"),
+    [
+        ("lfm2", "embedding_norm", "head"),
+        ("bart", "layernorm_embedding", "stem"),
+        ("bigbird_pegasus", "layernorm_embedding", "head"),
+        ("opt", "final_layer_norm", "head"),
+    ],
+)
+def test_a_norm_stands_where_it_runs_wherever_it_is_registered(family: str, norm: str, place: str) -> None:
+    model = build(family)
+    plan = plan_for(model)
+    names = [name for name, _ in model.named_parameters() if norm in name.split(".") and ".layers." not in name]
+    assert names
+    assert all(plan.owners(name) == [place] for name in names)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "cohere"])
+def test_tensor_rules_are_the_familys_own(family: str) -> None:
+    plan = plan_for(build(family))
+    rules = {
+        "self_attn.q_proj": Rule.HEADS,
+        "self_attn.k_proj": Rule.KV_HEADS,
+        "self_attn.v_proj": Rule.KV_HEADS,
+        "self_attn.o_proj": Rule.ROW,
+        "mlp.gate_proj": Rule.COLUMN,
+        "mlp.up_proj": Rule.COLUMN,
+        "mlp.down_proj": Rule.ROW,
+        "input_layernorm": Rule.SEQUENCE,
+        "self_attn.q_norm": Rule.REPLICATE,
+    }
+    assert {name: plan.rule_for(f"model.layers.1.{name}.weight") for name in rules} == rules
+    assert plan.rule_for("model.embed_tokens.weight") is plan.rule_for("lm_head.weight") is Rule.VOCAB
+
+
+def test_a_fused_projection_has_a_rule_only_where_its_layout_is_known() -> None:
+    neox = plan_for(build("gpt_neox"))
+    assert neox.rule_for("gpt_neox.layers.0.attention.query_key_value") is Rule.QKV_BY_HEAD
+    assert neox.rule_for("gpt_neox.layers.0.attention.dense") is Rule.ROW
+    phi = plan_for(build("phi3"))
+    assert phi.rule_for("model.layers.0.self_attn.qkv_proj") is Rule.QKV_GROUPED
+    assert phi.rule_for("model.layers.0.mlp.gate_up_proj") is Rule.GATE_UP
+    assert phi.rule_for("model.layers.0.self_attn.o_proj") is phi.rule_for("model.layers.0.mlp.down_proj") is Rule.ROW
+    gpt2 = plan_for(build("gpt2"))
+    assert gpt2.rule_for("transformer.h.1.attn.c_attn.weight") is Rule.QKV
+    assert gpt2.rule_for("transformer.h.1.mlp.c_proj.bias") is Rule.ROW
+    assert plan_for(build("bloom")).tensor == {}  # transformers has no plan for it, and neither have we
+
+
+def test_norms_of_queries_have_the_rule_of_what_they_span() -> None:
+    def rule(family: str, **more: Any) -> Rule:
+        return plan_for(build(family, **more)).rule_for("model.layers.1.self_attn.k_norm.weight")
+
+    assert rule("qwen3") is Rule.REPLICATE  # one weight for all heads
+    assert rule("cohere", use_qk_norm=True) is Rule.KV_HEADS  # one a head
+    assert rule("olmo2") is Rule.COLUMN_NORM  # the mean square is over all heads
+
+
+def test_mlps_whose_threshold_is_a_mean_over_all_features_are_not_cut() -> None:
+    model = CausalLM(config=tiny("gemma3n_text")).on_meta().model
+    plan = plan_for(model)
+    assert [share > 0 for share in model.config.activation_sparsity_pattern] == [True, False, False]
+    rules = [plan.rule_for(f"model.layers.{layer}.mlp.gate_proj.weight") for layer in range(3)]
+    assert rules == [Rule.REPLICATE, Rule.COLUMN, Rule.COLUMN]
+    assert plan.rule_for("model.layers.0.self_attn.q_proj.weight") is Rule.HEADS
+
+
+def test_tied_embeddings_are_one_group() -> None:
+    tied = plan_for(build("llama", tie_word_embeddings=True))
+    assert tied.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert plan_for(build("llama", tie_word_embeddings=False)).tied == ()
+
+
+def test_the_plan_of_an_adapted_model_is_that_of_the_model() -> None:
+    model = build("llama")
+    before = plan_for(model)
+    adapters.add_adapters(model, model.lm_head, Lora(), torch.float32)
+    after = plan_for(model)
+    after.validate(model)
+    assert after == before
+    assert after.tensor == before.tensor
+    assert after.rule_for("model.layers.0.self_attn.q_proj.base_layer.weight") is Rule.HEADS

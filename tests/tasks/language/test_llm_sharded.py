@@ -1,16 +1,19 @@
 """Language models whose weights are divided among ranks: read in parts, writing text, saved, exported."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from dlo_framework.checkpoint import load
+from dlo_framework.cli.main import main
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
@@ -28,10 +31,11 @@ from dlo_tasks.language.generation import Sampling, keeps_keys_and_values
 from dlo_tasks.language.model_folders import write_folder
 from dlo_tasks.language.seq2seq_lm import Seq2SeqLM
 from dlo_tasks.language.tokenizer import embedded_tokenizer
+from support.causal_types import tiny
 from support.seq2seq import FAMILIES as ENCODER_DECODERS
 from support.seq2seq import seq2seq_config
 from support.strategies import STRATEGIES
-from support.token_batches import FAMILIES, GROUPED, Batches
+from support.token_batches import FAMILIES, GROUPED, Batches, built_model
 from support.trainers import quiet_trainer
 
 #: Rows of the tokenizer of :class:`Words`.
@@ -55,8 +59,12 @@ class Words(LightningDataModule):
     val_dataloader = train_dataloader
 
 
+def small_config(family: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": family, **FAMILIES.get(family, GROUPED), "vocab_size": VOCABULARY, **more}
+
+
 def config_of(family: str, **more: Any) -> Any:
-    return AutoConfig.for_model(family, **{**FAMILIES.get(family, GROUPED), "vocab_size": VOCABULARY, **more})
+    return AutoConfig.for_model(**small_config(family, **more))
 
 
 def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> Trainer:
@@ -145,7 +153,7 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> 
     cases += [(kind, {"model": scaled}) for kind in (("fsdp",) if some else ("fsdp", "zero3"))]
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], VOCABULARY, tmp_path / "run")
-    given = {"model_type": "qwen3", **FAMILIES["qwen3"], "vocab_size": VOCABULARY, "initializer_range": 0.5}
+    given = small_config("qwen3", initializer_range=0.5)
     random: tuple[str, dict[str, Any]] = ("fsdp", {"config": given, "lora": DORA})
     (*answers, drawn), _ = run_distributed(_start, 2, tmp_path / "run", [*cases, random], backend=None)
     check_random(drawn[1])
@@ -189,9 +197,7 @@ def check_random(weights: dict[str, torch.Tensor]) -> None:
     ("plain", "double"),
     [((), ("tp",)), pytest.param(("fsdp", "tp", "pp"), ("fsdp", "zero3", "pp"), marks=pytest.mark.slow)],
 )
-def test_each_rank_quantises_its_part_of_the_weights(
-    tmp_path: Path, plain: tuple[str, ...], double: tuple[str, ...]
-) -> None:
+def test_each_rank_quantises_its_own_weights(tmp_path: Path, plain: tuple[str, ...], double: tuple[str, ...]) -> None:
     torch.manual_seed(5)
     source = AutoModelForCausalLM.from_config(config_of("qwen3"))
     source.save_pretrained(tmp_path / "qwen3", max_shard_size="20KB")
@@ -326,16 +332,8 @@ def test_ranks_that_share_layers_or_weights_write_the_tokens_of_one_process(tmp_
 
 
 def test_models_with_another_state_write_without_a_cache() -> None:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
-    models = {
-        family: AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **more}))
-        for family, more in (("llama", FAMILIES["llama"]), ("mistral", FAMILIES["mistral"]), ("mamba", {}))
-    }
-    assert {family: keeps_keys_and_values(model) for family, model in models.items()} == {
-        "llama": True,
-        "mistral": True,
-        "mamba": False,
-    }
+    keep = [keeps_keys_and_values(built_model(tiny(family))) for family in ("llama", "mistral", "mamba")]
+    assert keep == [True, True, False]
 
 
 def _train(rank: int, world_size: int, folder: Path, model: str, name: str) -> list[str]:
@@ -350,9 +348,7 @@ def _train(rank: int, world_size: int, folder: Path, model: str, name: str) -> l
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_samples_of_a_run_are_the_same_whoever_holds_the_weights_and_so_is_what_is_exported(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_samples_are_the_same_whoever_has_the_weights_and_so_is_an_export(tmp_path: Path, strategy: str) -> None:
     folder, model = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
     embedded_tokenizer([Path(__file__)], VOCABULARY, folder)
@@ -367,3 +363,120 @@ def test_samples_of_a_run_are_the_same_whoever_holds_the_weights_and_so_is_what_
     )
     for key, tensor in reference.items():
         torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+# --- folders of `dlo checkpoint export`, which transformers and peft load as it was ---------------------------------
+
+
+IDS = torch.arange(40).view(2, 20)
+
+
+def train(folder: Path, task: CausalLM) -> tuple[Path, Words]:
+    """Trains a few steps, and returns the checkpoint and its data, with a tokenizer that it is to keep."""
+    torch.manual_seed(0)
+    trainer, data = trainer_of("auto", 1, folder, max_steps=4, limit_val_batches=0), Words(folder, 0, 1)
+    data.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    trainer.fit(task, datamodule=data)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    return folder / "run.ckpt", data
+
+
+def export(path: Path, target: Path, *words: str) -> None:
+    assert main(["checkpoint", "export", str(path), str(target), *words]) == 0
+
+
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_export_prints_one_line(tmp_path: Path, dlo: Any, fresh: bool) -> None:
+    """Of a fresh process too: nothing of DeepSpeed, bitsandbytes or torchao, which transformers imports."""
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path / "base")
+    path, _ = train(tmp_path, CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2)))
+    dlo.fresh = fresh
+    done = dlo("checkpoint", "export", str(path), str(tmp_path / "out"))
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"wrote {tmp_path / 'out'}: a transformers folder: LlamaForCausalLM, ")
+    assert done.stdout.count("\n") == 1
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_transformers_loads_the_model_that_was_trained(family: str, tmp_path: Path) -> None:
+    more = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}} if family == "llama" else {}
+    task = CausalLM(config=small_config(family) | more, lr=1e-2)
+    path, data = train(tmp_path, task)
+    export(path, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(task.model)
+    assert torch.equal(logits(loaded), logits(task.model))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
+    assert tokenizer.chat_template == data.tokenizer.chat_template
+    assert tokenizer.eos_token_id == data.tokenizer.eos_token_id
+    written = loaded.generate(input_ids=IDS[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=3)
+    assert written.shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", [{"merge": False}, {"merge": True, "dora": True}]),
+        ("gpt2", [{"merge": True}, {"merge": False, "dora": True}]),
+        # An adapted head is no longer the embedding.
+        ("gpt2", [{"merge": merge, "targets": ["c_attn", "lm_head"]} for merge in (True, False)]),
+    ],
+)
+def test_adapters_are_merged_or_written_alone(family: str, kinds: Any, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_config(config_of(family))
+    base.save_pretrained(tmp_path / "base")
+    for number, kind in enumerate(kinds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, **kind), lr=1e-1 if "targets" in kind else 1e-2)
+        path, _ = train(folder, task)
+        export(path, folder / "out")
+        if kind["merge"]:
+            loaded = AutoModelForCausalLM.from_pretrained(folder / "out")
+        else:
+            assert not (folder / "out" / "model.safetensors").exists()
+            settings = json.loads((folder / "out" / "adapter_config.json").read_text())
+            assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+            loaded = peft.PeftModel.from_pretrained(base, folder / "out")
+        if kind["merge"] and "targets" in kind:
+            assert not loaded.config.tie_word_embeddings
+            assert torch.equal(loaded.get_input_embeddings().weight, base.get_input_embeddings().weight)
+            assert (loaded.lm_head.weight - base.lm_head.weight).abs().max() > 0.01
+        found = logits(task.model)
+        torch.testing.assert_close(logits(loaded), found, rtol=1e-4, atol=1e-4 if "targets" in kind else 1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert (logits(plain) - found).abs().max() > 0.01  # the adapters have learned something
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_four_bit_weights_are_merged_as_they_were_trained(dora: bool, tmp_path: Path) -> None:
+    lora = Lora(rank=2, base="nf4", base_block=16, dora=dora)
+    task = CausalLM(config=small_config("llama"), lora=lora, lr=1e-2)
+    path, _ = train(tmp_path, task)
+    export(path, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), logits(task.model), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_converted_and_other_exports_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = train(tmp_path, CausalLM(config=small_config("llama")))
+    export(path, tmp_path / "half", "--dtype", "bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").touch()
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "full")]) == 2
+    assert "output folder must be new or empty" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "out"), "--prefix", "x."]) == 2
+    assert "--prefix must be unset to export a folder, got x." in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "weights.safetensors")]) == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "weights.safetensors"), str(tmp_path / "bare.ckpt")]) == 0
+    assert main(["checkpoint", "export", str(tmp_path / "bare.ckpt"), str(tmp_path / "out")]) == 2
+    assert "has no folder export" in capsys.readouterr().err

@@ -27,34 +27,24 @@ from dlo_framework.testing import Case, assert_parity
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.compile.callback import Compile
 from dlo_plugins.compile.compile_blocks import CompileBlocks
-from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.memory.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from dlo_tasks.language import sparse_attention
 from dlo_tasks.language.causal_lm import CausalLM
+from support.causal_types import tiny
 from support.runs import Losses
 from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 
 LENGTH, HEADS = 60, 4
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 64}
-MODELS = {
-    "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": LENGTH},
-    "qwen3": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
-    "mistral": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": None},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": HEADS, "vocab_size": 64, "attn_pdrop": 0.0}
-    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": LENGTH},
-    "gpt_neox": {**SMALL, "intermediate_size": 48, "hidden_act": "gelu"},
-    "starcoder2": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": None},
-}
+WHOLE: dict[str, Any] = {"sliding_window": None}
+MODELS = {"llama": {}, "qwen3": {}, "gpt2": {}, "gpt_neox": {}, "mistral": WHOLE, "starcoder2": WHOLE}
+FULL = {"layer_types": ["full_attention"] * 4}
 #: With soft-capped scores, and with sinks; their own attention, in plain operations, has its softmax in float32.
 SCORED = {
-    "gemma2": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
-    | {"attn_logit_softcapping": 0.5, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-    "gpt_oss": {**SMALL, "intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
-    | {"num_experts_per_tok": 1, "max_position_embeddings": LENGTH, "sliding_window": LENGTH}
-    | {"layer_types": ["full_attention"] * 2},
+    "gemma2": {"attn_logit_softcapping": 0.5, **WHOLE, **FULL},
+    "gpt_oss": {"sliding_window": LENGTH, **FULL},
 }
 PATTERNS = [
     DenseSparsity(16),
@@ -69,7 +59,7 @@ PATTERNS = [
 
 def make_task(family="llama", option=None, **more):
     torch.manual_seed(0)
-    config = {"model_type": family, **(MODELS | SCORED)[family]}
+    config = tiny(family, dropout=False, **(MODELS | SCORED)[family])
     task = CausalLM(config=config, attention=option, dtype="float64", **more)
     task.configure_model()
     for name, parameter in task.model.named_parameters():
@@ -204,7 +194,7 @@ def test_the_option_survives_a_checkpoint():
     stored = task.hparams["attention"]
     assert stored["mask"]["name"] == "BigBird"
     assert stored["mask"]["seed"] == 5
-    again = CausalLM(config={"model_type": "llama", **MODELS["llama"]}, attention=dict(stored), dtype="float64")
+    again = CausalLM(config=tiny("llama"), attention=dict(stored), dtype="float64")
     again.configure_model()
     again.model.load_state_dict(task.model.state_dict())
     batch = make_batch()
@@ -214,7 +204,7 @@ def test_the_option_survives_a_checkpoint():
 
 
 def test_dropout_of_weights_is_drawn_by_the_block_kernel():
-    config = {"model_type": "llama", **MODELS["llama"], "attention_dropout": 0.5}
+    config = tiny("llama", attention_dropout=0.5)
     task = CausalLM(config=config, attention=Attention(mask=BSLongformer(8)), dtype="float64")
     task.configure_model()
     _, inputs = task.inputs(make_batch())
@@ -223,18 +213,17 @@ def test_dropout_of_weights_is_drawn_by_the_block_kernel():
     assert torch.equal(task(**inputs), task(**inputs))
 
 
-REFUSED = {
-    "gemma2": ({"model_type": "gemma2", **SMALL, "head_dim": 8}, "sliding_attention"),
-    "window": ({"model_type": "mistral", **SMALL, "sliding_window": 16}, "config.sliding_window=16"),
-    "gpt_oss": ({"model_type": "gpt_oss", **SMALL, "head_dim": 8}, "sliding_attention"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_whose_attention_has_other_parts_are_refused_before_the_run(name):
-    config, words = REFUSED[name]
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma2", "sliding_attention"),
+        ("mistral", "config.sliding_window=8"),
+        ("gpt_oss", "sliding_attention"),
+    ],
+)
+def test_models_whose_attention_has_other_parts_are_refused_before_the_run(family, words):
     with pytest.raises(DloError, match=words):
-        CausalLM(config=config, attention=Attention(mask=BSLongformer(8))).check(None)
+        CausalLM(config=tiny(family), attention=Attention(mask=BSLongformer(8))).check(None)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "flex"])
@@ -323,11 +312,10 @@ def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_deepspeed_compiled_and_recomputed_blocks_are_one_process() -> None:
+def test_pairs_of_axes_and_compiled_and_recomputed_blocks_are_one_process() -> None:
+    """The composition of options and strategies has DeepSpeed."""
     pairs = ({"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "cp_method": "ulysses"}, {"pp": 2, "cp": 2}, {"pp": 2, "tp": 2})
     assert_parity(llm, [mesh(**axes) for axes in pairs], steps=2, world_size=4, rtol=1e-5)
-    found = [Case(partial(DeepSpeedBridge, stage), name=f"deepspeed_{stage}") for stage in (1, 3)]
-    for applier in (CompileBlocks, ActivationCheckpoint):
-        for axes in ({"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}):
-            found.append(mesh(**axes, appliers=[applier()]))
+    appliers, axes = (CompileBlocks, ActivationCheckpoint), ({"tp": 2}, *SHARED)
+    found = [mesh(**each, appliers=[applier()]) for applier in appliers for each in axes]
     assert_parity(llm, found, steps=2, rtol=1e-5)

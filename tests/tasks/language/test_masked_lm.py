@@ -67,7 +67,7 @@ def restored(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_a_row_has_as_many_masks_as_its_length_says_and_no_special_token_is_masked(
+def test_a_row_has_masks_by_its_length_and_on_no_special_token(
     tokenizer: Path, packing: str, whole_words: bool
 ) -> None:
     data = data_of(tokenizer, packing=packing, mask_fraction=0.4, whole_words=whole_words)
@@ -118,9 +118,7 @@ def test_words_of_byte_level_tokens_begin_after_spaces_and_signs(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "distilbert"])
-def test_packed_documents_train_as_padded_ones_do_and_the_loss_is_that_of_transformers(
-    tokenizer: Path, kind: str
-) -> None:
+def test_packed_documents_train_as_padded_ones_do_and_the_loss_is_transformers(tokenizer: Path, kind: str) -> None:
     torch.manual_seed(0)
     task = MaskedLM(config=tiny_masked(kind, dropout=False, pad_token_id=0))
     with default_dtype(torch.float64):
@@ -158,7 +156,7 @@ def test_packed_documents_train_as_padded_ones_do_and_the_loss_is_that_of_transf
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_run_resumes_bit_for_bit_fills_in_texts_and_its_folder_is_transformers(
+def test_a_run_resumes_to_the_bit_fills_in_texts_and_its_folder_is_transformers(
     tokenizer: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForMaskedLM
