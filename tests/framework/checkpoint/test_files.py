@@ -1,8 +1,8 @@
-"""Files of a checkpoint: safetensors, the tree, state that is not tensors, strides; and the memory that they take."""
+"""Files of a checkpoint: safetensors, the tree, other state, strides, memory; and those that earlier versions wrote."""
 
-import hashlib
 import io
 import json
+import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -11,26 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from dlo_framework.checkpoint import AsyncSaver, load, save
+from dlo_framework.checkpoint import AsyncSaver, SafeCheckpointIO, load, loading, newest_valid, recover, save, verify
 from dlo_framework.checkpoint.formats.safetensors_file import export_weights
-from dlo_framework.checkpoint.loading import TensorFile
+from dlo_framework.checkpoint.loading import TensorFile, refuse_unsafe
 from dlo_framework.checkpoint.manifest import (
     AS_BYTES,
     SAFETENSORS_CODES,
     dtype_name,
-    make_header,
     read_header,
 )
 from dlo_framework.checkpoint.state_tree import extract_tensors, read_mark
-from dlo_framework.checkpoint.store import HashedFile
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
+from dlo_framework.run.resume import ExactResume
 from dlo_framework.shards import FlatShard, full_box
 from dlo_framework.testing import run_distributed
-from support.trainers import quiet_trainer
+from dlo_framework.testing.training import leave_group
+from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from dlo_tasks.imagenet.digits import DigitsData
+from support.runs import Watch
+from support.trainers import Squares, quiet_trainer
 
 TYPES = [getattr(torch, name) for name in (*SAFETENSORS_CODES, *AS_BYTES) if name != "float4_e2m1fn_x2"]
 
@@ -58,28 +62,15 @@ def test_a_type_is_stored_bit_by_bit(tmp_path, dtype):
         target = torch.zeros(tensor.shape, dtype=torch.uint8).new_empty(tensor.shape, dtype=dtype)
         run["state_dict"].read_into(name, target)
         assert bits(target) == bits(tensor)
+    if str(dtype).removeprefix("torch.") in SAFETENSORS_CODES and dtype != torch.complex64:
+        theirs = load_file(tmp_path / "a.ckpt" / "shard-00000.safetensors")
+        assert len(theirs) == 3, "all but the empty one"
+        assert all(bits(other) == bits(tensors[name.removeprefix("model/")]) for name, other in theirs.items())
 
 
 def test_other_types_are_refused():
     with pytest.raises(DloError, match=r"cannot store tensors of torch\.quint8; convert it to one of: float64, "):
         dtype_name(torch.quint8)
-
-
-def test_safetensors_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
-    names = [name for name in SAFETENSORS_CODES if name != "complex64"]
-    tensors = sorted((some(getattr(torch, name)) for name in names), key=lambda tensor: -tensor.dtype.itemsize)
-    head = make_header([(str(n), dtype_name(t.dtype), tuple(t.shape)) for n, t in enumerate(tensors)], {"a": "b"})
-    with HashedFile(tmp_path / "x.safetensors") as file:
-        file.write(head)
-        for tensor in tensors:
-            file.write_tensor(tensor, bucket_bytes=7)
-    content = (tmp_path / "x.safetensors").read_bytes()
-    assert file.bytes == len(content)
-    assert file.sha256 == hashlib.sha256(content).hexdigest()
-    others = load_file(tmp_path / "x.safetensors")
-    for number, tensor in enumerate(tensors):
-        assert bits(others[str(number)]) == bits(tensor)
-    assert read_header(tmp_path / "x.safetensors")[1] == {"a": "b"}
 
 
 def test_what_safetensors_writes_is_read_aligned_or_not(tmp_path):
@@ -186,8 +177,6 @@ def test_hyperparameters_that_are_no_plain_data_are_kept_as_text(tmp_path):
 # --- peak memory of saving and loading beside the tensors: one bucket of 64 MB ---------------------------------------
 
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
 MB = 2**20
 SIDE = 6144
 SIZE = SIDE * SIDE * 4  # 144 MB
@@ -239,6 +228,7 @@ def measure(rank: int, world_size: int, folder: Path) -> dict[str, int]:
     return peaks
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_a_bucket_over_the_tensors(tmp_path):
     (peaks,) = run_distributed(measure, 1, tmp_path, backend=None)
     background = peaks.pop("background")
@@ -250,37 +240,156 @@ def test_the_peak_is_a_bucket_over_the_tensors(tmp_path):
 # --- optimizer state that is read back has its parameter's strides, which fused optimizers on CUDA require -----------
 
 
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.held: dict[str, Any] = {}
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        states = self.trainer.optimizers[0].state
-        state = next((states[p] for p in states if p.ndim == 4), {})
-        self.held = {key: value.clone() for key, value in state.items()}
-        return self.net(batch).square().mean()
-
+class Adam(Squares):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Trainer, Net]:
+def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Trainer, torch.Tensor]:
     torch.manual_seed(0)
-    module = Net()
+    conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     trainer = quiet_trainer(max_steps=steps, default_root_dir=folder)
     use_canonical_checkpoints(trainer)
-    batches = torch.randn(8, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-    trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None), ckpt_path=resume)
-    return trainer, module
+    data = torch.utils.data.TensorDataset(torch.randn(16, 3, 6, 6))
+    trainer.fit(Adam(conv), torch.utils.data.DataLoader(data, batch_size=2), ckpt_path=resume)
+    return trainer, conv.weight
 
 
 def test_moments_of_a_channels_last_weight_are_channels_last_after_a_resume(tmp_path: Path) -> None:
-    trainer, module = fit(tmp_path, 3)
-    path = tmp_path / "third.ckpt"
-    trainer.save_checkpoint(path)
-    _, resumed = fit(tmp_path, 5, path)
-    strides = module.net.weight.stride()
-    assert strides != torch.empty(module.net.weight.shape).stride()
-    assert resumed.held["exp_avg"].stride() == resumed.held["exp_avg_sq"].stride() == strides
+    trainer, weight = fit(tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "third.ckpt")
+    strides = weight.stride()
+    assert strides != torch.empty(weight.shape).stride()
+    resumed, weight = fit(tmp_path, 5, tmp_path / "third.ckpt")
+    state = resumed.optimizers[0].state[weight]
+    assert state["exp_avg"].stride() == state["exp_avg_sq"].stride() == strides
+
+
+# --- checkpoints that earlier versions have written, and what a write that fails or a hostile file leaves -----------
+
+
+#: One of a single process and one of ZeRO-3 on two ranks, each after step 3, with the losses of the run that wrote
+#: them, in format 2 by torch 2.14.
+STORED = Path(__file__).parent / "stored"
+SAVED, STEPS = 3, 8
+NAMES = ("one-process", "zero3-two-ranks")
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 9), nn.BatchNorm1d(9), nn.GELU(), nn.Linear(9, 10))
+        self.net[1].eval()
+
+    def training_step(self, batch, batch_idx):
+        self.net[1].eval()  # Its statistics would be each rank's own.
+        return nn.functional.cross_entropy(self.net(batch[0].mean(1)[:, ::2, ::2].flatten(1)), batch[1])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def train(rank: int, world_size: int, save: Path | None, resume: Path | None) -> list[float]:
+    register_data_parallel()
+    seed_everything(7, workers=True, verbose=False)
+    watch = Watch(save, SAVED)
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=ZeroStrategy(3) if world_size > 1 else "auto",
+        max_steps=STEPS,
+        max_epochs=-1,
+        limit_val_batches=0,
+        callbacks=[watch, ExactResume()],
+    )
+    use_canonical_checkpoints(trainer)
+    trainer.fit(Model(), datamodule=DigitsData(image_size=16, batch_size=32), ckpt_path=resume)
+    if world_size > 1:
+        leave_group()
+    return watch.losses
+
+
+def sums_of(path: Path) -> dict[str, float]:
+    """Sum of each tensor of a checkpoint."""
+    content = load(path)
+    sums = {f"model/{name}": float(value.double().sum()) for name, value in content["state_dict"].items()}
+    for name, state in content["optimizer_states"][0]["state"].items():
+        sums |= {f"{name}/{key}": float(value.double().sum()) for key, value in state.items()}
+    return sums
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stored_checkpoint_is_whole_and_holds_what_was_saved(name: str) -> None:
+    expected = json.loads((STORED / "expected.json").read_text())[name]
+    verify(STORED / f"{name}.ckpt")
+    content = load(STORED / f"{name}.ckpt")
+    assert content["global_step"] == SAVED
+    assert content["lr_schedulers"][0]["step_size"] == 1
+    found = sums_of(STORED / f"{name}.ckpt")
+    assert found == pytest.approx(expected["sums"], rel=1e-12)
+    assert len(found) == 9 + 6 * 3
+
+
+def test_the_newest_of_the_stored_ones_is_found() -> None:
+    assert newest_valid(STORED) == STORED / "zero3-two-ranks.ckpt"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_runs_resume_from_both_with_the_losses_of_the_run_that_wrote_them(world_size: int) -> None:
+    expected = json.loads((STORED / "expected.json").read_text())
+    for name in NAMES:
+        losses = run_distributed(train, world_size, None, STORED / f"{name}.ckpt", backend=None)[0]
+        assert losses == pytest.approx(expected[name]["losses"][SAVED:], rel=1e-4), name
+
+
+class Bomb:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "free_bytes", lambda folder: 1000)
+    with pytest.raises(DloError, match=r"need 4\.0 kB, 1\.0 kB free in .*; no earlier checkpoint there"):
+        SafeCheckpointIO().save_checkpoint({"x": torch.zeros(1000)}, tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_bomb_is_refused_and_not_executed(tmp_path, legacy):
+    path, proof = tmp_path / "bomb.ckpt", tmp_path / "executed"
+    torch.save({"state_dict": Bomb(f"touch {proof}")}, path, _use_new_zipfile_serialization=not legacy)
+    for read in (refuse_unsafe, SafeCheckpointIO().load_checkpoint):
+        message = r"refusing .*bomb\.ckpt: pickle global \w+\.system not allowed; nothing executed"
+        with pytest.raises(DloError, match=message):
+            read(path)
+    assert not proof.exists()
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    (tmp_path / "last.ckpt.dlo-partial").write_bytes(b"half")
+    (tmp_path / "last.ckpt").write_bytes(b"whole")
+    recover(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"state_dict": {}}])
+def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(DloError, match=r"other\.pt is not a checkpoint of a run"):
+        SafeCheckpointIO().load_checkpoint(tmp_path / "other.pt")
+
+
+def test_noise_and_folders_are_refused_in_one_sentence(tmp_path):
+    (tmp_path / "noise.ckpt").write_bytes(bytes(range(256)) * 40)
+    with pytest.raises(
+        DloError, match=r"noise\.ckpt \(10\.2 kB\): it is damaged, truncated, or not a checkpoint"
+    ) as caught:
+        refuse_unsafe(tmp_path / "noise.ckpt")
+    assert "weights_only" not in str(caught.value)
+    with pytest.raises(DloError, match="a checkpoint must be a file, or hold a manifest, got"):
+        refuse_unsafe(tmp_path)
