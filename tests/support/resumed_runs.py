@@ -28,26 +28,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
-import dlo_framework
+import dlo_framework as dlo
 from dlo_framework.checkpoint import load
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.run import runs
 from dlo_framework.run.resume import mid_accumulation
-from dlo_plugins.batches.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.curriculum.freeze import Freeze
-from dlo_plugins.curriculum.layer_drop import LayerDrop
-from dlo_plugins.curriculum.sequence_length import SequenceLength
-from dlo_plugins.curriculum.token_drop import TokenDrop
-from dlo_plugins.gradients.clipping_and_noise import GradientNoise
-from dlo_plugins.gradients.skip_spikes import SkipSpikes
-from dlo_plugins.images.batch_mix import BatchMix
-from dlo_plugins.images.progressive_resizing import ProgressiveResizing
-from dlo_plugins.prune.callback import Prune
-from dlo_plugins.quantise.callback import Quantise
-from dlo_plugins.schedules.lr_curves import WSD, OneCycle, WarmRestarts
-from dlo_plugins.schedules.schedule_free import ScheduleFree
 from dlo_tasks.optim import build_optimizer
 from support.curricula_runs import images, prepare_texts, texts
 from support.strategies import STRATEGIES
@@ -58,12 +45,11 @@ FEATURES, CLASSES = 6, 3
 
 @dataclass(frozen=True)
 class Event:
-    """Interruption of a run: at the ``count``-th call of a hook, a save and a kill, a SIGTERM, or an error."""
+    """Interruption of a run at the ``count``-th call of a hook: by a `kill` after a save, a SIGTERM or an `error`."""
 
+    kind: str
     hook: str
     count: int
-    kills: bool
-    raises: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +122,8 @@ def choose(seed: int) -> Scenario:
         kills, raises = chance() < 0.4, chance() < 0.2
         hook = one(ERRORS if raises else KILLS if kills else STOPS)
         calls = 14 if "batch" in hook or "backward" in hook else 2
-        events.append(Event(hook, draw.randint(1, calls), kills, raises))
+        kind = "error" if raises else "kill" if kills else "stop"
+        events.append(Event(kind, hook, draw.randint(1, calls)))
     return Scenario(
         seed,
         workload,
@@ -167,7 +154,7 @@ def choose_ranks(seed: int) -> Scenario:
         callbacks = tuple(name for name in callbacks if name not in left_out)
     can_raise = strategy != "pp" and one.accumulate == 1  # Stages raise one by one, and windows agree to rounding.
     events = tuple(
-        event if can_raise or not event.raises else replace(event, hook="on_train_batch_end", kills=True, raises=False)
+        event if can_raise or event.kind != "error" else replace(event, kind="kill", hook="on_train_batch_end")
         for event in one.events
     )
     return replace(
@@ -279,7 +266,7 @@ class Net(LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         # What the module does in this hook is not in a checkpoint that a callback saves in it.
-        if not any(event.kills and event.hook == "on_train_batch_end" for event in self.scenario.events):
+        if not any((event.kind, event.hook) == ("kill", "on_train_batch_end") for event in self.scenario.events):
             self.teacher += 0.01 * (torch.randn(CLASSES, dtype=torch.float32) if self.scenario.ranks == 1 else 1)
 
     def on_train_epoch_end(self) -> None:
@@ -426,9 +413,9 @@ class Interrupt(Checkpoint):
         self.calls += 1
         if self.calls != event.count:
             return
-        if event.raises:
+        if event.kind == "error":
             raise Failed
-        if event.kills:
+        if event.kind == "kill":
             trainer.save_checkpoint(self.aside)
             self.is_saved = True
         else:
@@ -447,9 +434,9 @@ def build(scenario: Scenario, folder: Path) -> tuple[Any, Any, list[Callback]]:
     """Returns module, data and callbacks."""
     callbacks: list[Callback] = []
     schedules = {
-        "one_cycle": lambda: OneCycle(0.02),
-        "wsd": lambda: WSD(0.02, warmup=0.2, decay=0.3),
-        "restarts": lambda: WarmRestarts(0.02, cycles=3),
+        "one_cycle": lambda: dlo.OneCycle(0.02),
+        "wsd": lambda: dlo.WSD(0.02, warmup=0.2, decay=0.3),
+        "restarts": lambda: dlo.WarmRestarts(0.02, cycles=3),
     }
     if scenario.schedule in schedules:
         callbacks.append(schedules[scenario.schedule]())
@@ -458,20 +445,19 @@ def build(scenario: Scenario, folder: Path) -> tuple[Any, Any, list[Callback]]:
         "early train": lambda: EarlyStopping("train_loss", patience=0, min_delta=0.01),
         "early val": lambda: EarlyStopping("val_loss", patience=1, strict=False),
         "early limit": lambda: EarlyStopping("train_loss", stopping_threshold=1.2, strict=False),
-        "growing batch": lambda: DynamicBatchSize({0: 4, 1: 8, 2: 12}),
+        "growing batch": lambda: dlo.DynamicBatchSize({0: 4, 1: 8, 2: 12}),
         "gas": lambda: GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}),
-        "resize": lambda: ProgressiveResizing(start_size=8, end_size=16, begin="20%", end="60%"),
-        "mix": lambda: BatchMix(mixup_alpha=0.8, cutmix_alpha=1.0),
-        "freeze": lambda: Freeze(t0=0.3),
-        "drop tokens": lambda: TokenDrop(multiple=1),
-        "drop layers": LayerDrop,
-        "prune": lambda: Prune(amount=0.5, begin="10%", end="80%", every=2),
-        "quantise": lambda: Quantise(when="aware", start="30%", report=False),
-        "noise": GradientNoise,
-        "spikes": lambda: SkipSpikes(threshold=1.01, window=3),
-        "lengths": lambda: SequenceLength(start=8, until="60%"),
+        "resize": lambda: dlo.ProgressiveResizing(start_size=8, end_size=16, begin="20%", end="60%"),
+        "mix": lambda: dlo.BatchMix(mixup_alpha=0.8, cutmix_alpha=1.0),
+        "freeze": lambda: dlo.Freeze(t0=0.3),
+        "drop tokens": lambda: dlo.TokenDrop(multiple=1),
+        "drop layers": lambda: dlo.LayerDrop(),
+        "prune": lambda: dlo.Prune(amount=0.5, begin="10%", end="80%", every=2),
+        "quantise": lambda: dlo.Quantise(when="aware", start="30%", report=False),
+        "noise": lambda: dlo.GradientNoise(),
+        "lengths": lambda: dlo.SequenceLength(start=8, until="60%"),
     }
-    callbacks += [ScheduleFree()] if "schedulefree" in scenario.optimizer else []
+    callbacks += [dlo.ScheduleFree()] if "schedulefree" in scenario.optimizer else []
     callbacks += [made[name]() for name in scenario.callbacks if name in made]
     if scenario.workload == "plain":
         return Net(scenario), Data(scenario.loader), callbacks
@@ -496,7 +482,7 @@ def run(scenario: Scenario, folder: Path, seen: dict[Any, Any], event: Event | N
         torch.rand(17), random.random()
     module, data, callbacks = build(scenario, folder)
     aside = folder / "aside.ckpt"
-    trainer = dlo_framework.Trainer(
+    trainer = dlo.Trainer(
         run_name="run",
         run_dir=folder,
         accelerator="cpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,107 +20,67 @@ from support.resumed_runs import (
     differences_on_ranks,
 )
 
+kill, stop, error = (partial(Event, kind) for kind in ("kill", "stop", "error"))
+#: After a batch of training.
+killed, stopped = (partial(Event, kind, "on_train_batch_end") for kind in ("kill", "stop"))
 #: Kinds of interruptions that lost something once.
 CASES = {
     "a plateau's step at an epoch's end": Scenario(
-        1,
-        schedule="plateau",
-        check=0,
-        events=(Event("on_train_epoch_end", 1, True), Event("on_train_epoch_end", 1, True)),
+        1, schedule="plateau", check=0, events=(kill("on_train_epoch_end", 1), kill("on_train_epoch_end", 1))
     ),
     "a plateau's step after a batch": Scenario(
-        2, schedule="plateau step", events=(Event("on_train_batch_end", 4, True), Event("on_validation_end", 1, True))
+        2, schedule="plateau step", events=(killed(4), kill("on_validation_end", 1))
     ),
-    "manual accumulation": Scenario(3, manual=True, accumulate=3, events=(Event("on_train_batch_start", 5, False),)),
-    "double precision": Scenario(4, precision="64-true", events=(Event("on_train_batch_end", 9, False),)),
-    "accumulation by epoch": Scenario(5, callbacks=("gas",), events=(Event("on_train_batch_end", 11, True),)),
-    "means over an epoch that stop the run": Scenario(
-        6, callbacks=("early train",), check=0.5, events=(Event("on_train_batch_end", 4, False),)
-    ),
-    "the validation of growing batches": Scenario(
-        7,
-        callbacks=("growing batch",),
-        events=(Event("on_train_batch_end", 7, False), Event("on_train_batch_end", 2, True)),
-    ),
+    "manual accumulation": Scenario(3, manual=True, accumulate=3, events=(stop("on_train_batch_start", 5),)),
+    "double precision": Scenario(4, precision="64-true", events=(stopped(9),)),
+    "accumulation by epoch": Scenario(5, callbacks=("gas",), events=(killed(11),)),
+    "means over an epoch that stop the run": Scenario(6, callbacks=("early train",), check=0.5, events=(stopped(4),)),
+    "the validation of growing batches": Scenario(7, callbacks=("growing batch",), events=(stopped(7), killed(2))),
     "a shuffled order, stopped in a validation": Scenario(
-        8,
-        loader="shuffled",
-        accumulate=2,
-        events=(Event("on_validation_batch_start", 3, False), Event("on_train_batch_end", 3, True)),
+        8, loader="shuffled", accumulate=2, events=(stop("on_validation_batch_start", 3), killed(3))
     ),
     "the order of workers that persist": Scenario(
-        9,
-        loader="persistent",
-        events=(Event("on_train_batch_end", 3, True), Event("on_validation_batch_start", 9, False)),
+        9, loader="persistent", events=(killed(3), stop("on_validation_batch_start", 9))
     ),
     "an epoch whose start is saved": Scenario(
-        10, loader="shuffled", max_steps=17, events=(Event("on_train_epoch_start", 2, True),)
+        10, loader="shuffled", max_steps=17, events=(kill("on_train_epoch_start", 2),)
     ),
-    "an epoch without a validation": Scenario(11, check=0, events=(Event("on_train_batch_end", 7, False),)),
-    "a validation of rounded weights": Scenario(
-        13, "image", check=0.5, callbacks=("quantise",), events=(Event("on_train_batch_end", 13, True),)
-    ),
+    "an epoch without a validation": Scenario(11, check=0, events=(stopped(7),)),
+    "a validation of rounded weights": Scenario(13, "image", check=0.5, callbacks=("quantise",), events=(killed(13),)),
     "an early stop inside an epoch, in a validation": Scenario(
-        14, check=3, accumulate=2, callbacks=("early train",), events=(Event("on_validation_batch_start", 12, False),)
+        14, check=3, accumulate=2, callbacks=("early train",), events=(stop("on_validation_batch_start", 12),)
     ),
     "an early stop by a limit, whose validation is left": Scenario(
-        15, check=3, min_steps=9, callbacks=("early limit",), events=(Event("on_train_batch_end", 9, False),)
+        15, check=3, min_steps=9, callbacks=("early limit",), events=(stopped(9),)
     ),
     "a shuffled loader that is made again every two epochs": Scenario(
-        17,
-        loader="shuffled",
-        reload=2,
-        epochs=4,
-        events=(Event("on_train_batch_end", 11, True), Event("on_train_batch_end", 9, False)),
+        17, loader="shuffled", reload=2, epochs=4, events=(killed(11), stopped(9))
     ),
-    "a scaler of losses": Scenario(
-        16,
-        precision="16-mixed",
-        accumulate=2,
-        manual=True,
-        events=(Event("on_train_batch_end", 5, True), Event("on_train_batch_end", 6, False)),
-    ),
-    "metrics that a batch logs before it raises": Scenario(18, events=(Event("on_before_backward", 5, False, True),)),
-    "augmentation of a batch that raised": Scenario(
-        19, loader="shuffled", events=(Event("on_train_batch_start", 12, False, True),)
-    ),
+    "a scaler of losses": Scenario(16, precision="16-mixed", accumulate=2, manual=True, events=(killed(5), stopped(6))),
+    "metrics that a batch logs before it raises": Scenario(18, events=(error("on_before_backward", 5),)),
+    "augmentation of a batch that raised": Scenario(19, loader="shuffled", events=(error("on_train_batch_start", 12),)),
     "the mixture of a batch that raised": Scenario(
-        20, "image", callbacks=("mix",), events=(Event("on_train_batch_start", 3, False, True),)
+        20, "image", callbacks=("mix",), events=(error("on_train_batch_start", 3),)
     ),
     "a validation's loader that is made inside an epoch": Scenario(
-        21, loader="shuffled", check=3, reload=1, events=(Event("on_before_backward", 14, False, True),)
+        21, loader="shuffled", check=3, reload=1, events=(error("on_before_backward", 14),)
     ),
     "pruning beside the average of a schedule-free optimizer": Scenario(
-        22,
-        "image",
-        optimizer="adamw_schedulefree",
-        accumulate=3,
-        check=3,
-        callbacks=("prune",),
-        events=(Event("on_train_batch_end", 4, False),),
+        22, "image", optimizer="adamw_schedulefree", accumulate=3, check=3, callbacks=("prune",), events=(stopped(4),)
     ),
     "an average of weights": Scenario(
-        12,
-        callbacks=("ema",),
-        precision="bf16-true",
-        loader="generator",
-        events=(Event("on_train_batch_end", 10, True),),
+        12, callbacks=("ema",), precision="bf16-true", loader="generator", events=(killed(10),)
     ),
 }
 
 
-#: Cases that take seconds, of what tests of each plug-in show with another interruption.
-LONG = (
-    "the order of workers that persist",
-    "a validation of rounded weights",
-    "pruning beside the average of a schedule-free optimizer",
-    "the mixture of a batch that raised",
-)
+#: Seeds of cases that take seconds, of what tests of each plug-in show with another interruption.
+LONG = (9, 13, 20, 22)
 
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES],
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (case.seed in LONG)) for name, case in CASES.items()],
 )
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, scenario: Scenario) -> None:
     assert differences(scenario, tmp_path) == []
@@ -127,11 +88,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, scena
 
 #: Errors of all ranks, by strategy and size of the accumulation window, and the steps from which the run goes on.
 ERRORS = {
-    ("ddp", 1): ((Event("training_step", 5, False, True), Event("on_train_batch_start", 2, False, True)), [4, 5]),
-    ("zero3", 1): ((Event("training_step", 5, False, True), Event("on_before_backward", 2, False, True)), [4, 5]),
-    ("fsdp", 1): ((Event("training_step", 5, False, True),), [4]),
+    ("ddp", 1): ((error("training_step", 5), error("on_train_batch_start", 2)), [4, 5]),
+    ("zero3", 1): ((error("training_step", 5), error("on_before_backward", 2)), [4, 5]),
+    ("fsdp", 1): ((error("training_step", 5),), [4]),
     # The second is in backward, which changes the window's gradients: the last checkpoint is that of the first.
-    ("fsdp", 2): ((Event("on_train_batch_start", 5, False, True), Event("on_before_backward", 2, False, True)), [2, 2]),
+    ("fsdp", 2): ((error("on_train_batch_start", 5), error("on_before_backward", 2)), [2, 2]),
 }
 
 
