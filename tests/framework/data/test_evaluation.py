@@ -26,11 +26,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.run.resume import give_generator
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.predictions import SavePredictions
-from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.fully_shard import FullyShard
-from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
 from dlo_plugins.parallel.mesh.strategy import MeshStrategy
-from dlo_plugins.parallel.zero.strategy import ZeroStrategy
+from support import strategies
 from support.evaluated import KINDS, Kind, Mse, Plain, PlainSamples, Samples, Whole, measured, trainer
 
 LEFT_OUT = {1, 4, 5}
@@ -103,13 +101,10 @@ def test_a_prediction_of_no_samples_has_no_rows() -> None:
 
 
 #: Those of plain data parallelism, on any number of ranks.
-STRATEGIES = {
+STRATEGIES: dict[str, Any] = {
     "ddp": DataParallelStrategy,
-    "lightning's ddp": lambda: "ddp",
-    "zero1": lambda: ZeroStrategy(1),
-    "zero3": lambda: ZeroStrategy(3),
-    "fsdp": FSDPStrategy,
-    "deepspeed": lambda: DeepSpeedBridge(3),
+    "lightning's ddp": strategies.STRATEGIES["ddp"],
+    **{name: strategies.STRATEGIES[name] for name in ("zero1", "zero3", "fsdp", "deepspeed_3")},
 }
 #: On four ranks, two of them with other data. The second gathers parameters for each micro-batch.
 MESHES = {

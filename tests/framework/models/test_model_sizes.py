@@ -33,12 +33,11 @@ ATTENTIVE = [name for name in MODELS if "coat" in name]
 
 def build(name: str, **more) -> nn.Module:
     torch.manual_seed(0)
-    architecture, arguments = MODELS[name]
+    architecture, arguments = (MODELS | FAMILIES)[name]
     model = timm.create_model(architecture, **{**arguments, **more})
     with torch.no_grad():
-        for part in model.modules():
-            if isinstance(part, RelPosBias):  # timm's are so small that a wrong one would hardly show
-                part.relative_position_bias_table.normal_()
+        for key, parameter in model.named_parameters():  # Tables begin as zeros, or so small that none would show.
+            parameter.add_(torch.randn(parameter.shape), alpha=1 if "bias_table" in key else 0.1)
     return model.eval()
 
 
@@ -171,22 +170,11 @@ AS_TIMM = ("beit", "beit, shared", "relative bias", "relative mlp", "eva", "rope
 SLOW = ("maxvit", "maxvit, mlp", "volo", "gcvit", "mvitv2", *AS_TIMM[1:])
 
 
-def family(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    architecture, arguments = FAMILIES[name]
-    model = timm.create_model(architecture, **arguments)
-    with torch.no_grad():
-        for parameter in model.parameters():  # Some tables begin as zeros.
-            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-    return model.eval()
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in {**MODELS, **FAMILIES}]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS | FAMILIES]
 )
 def test_models_train_the_same_parameters_at_other_sizes(name):
-    model = family(name) if name in FAMILIES else build(name)
-    size = {**MODELS, **FAMILIES}[name][1]["img_size"]
+    model, size = build(name), (MODELS | FAMILIES)[name][1]["img_size"]
     height, width = size if isinstance(size, tuple) else (size, size)
     own, state = dict(model.named_parameters()), {key: value.shape for key, value in model.state_dict().items()}
     with torch.no_grad():
@@ -216,7 +204,7 @@ def test_models_train_the_same_parameters_at_other_sizes(name):
 @pytest.mark.parametrize("name", [*ATTENTIVE, *AS_TIMM])
 def test_models_are_timms_own_of_the_other_size(name):
     """By timm's ``set_input_size``, which makes other parameters; CoAtNet's tables it interpolates otherwise."""
-    model, sizes = (build(name), ((128, 128), (32, 64))) if name in MODELS else (family(name), ((48, 64), (24, 16)))
+    model, sizes = build(name), ((128, 128), (32, 64)) if name in MODELS else ((48, 64), (24, 16))
     with torch.no_grad():
         for part in model.modules() if name in MODELS else ():
             if isinstance(part, RelPosBias):  # Flat ones are alike.
@@ -233,7 +221,7 @@ def test_recomputed_blocks_see_the_map_of_their_forward():
     """Two sizes before a backward, whose blocks run again in it."""
     grads = []
     for recomputes in (False, True):
-        model = family("beit")
+        model = build("beit")
         accept_any_size(model)
         model.set_grad_checkpointing(recomputes)
         model.train()

@@ -80,9 +80,7 @@ def _caller(rank: int, world_size: int) -> tuple[str, str, float]:
     return os.environ.get("FROM_CALLER", ""), os.getcwd(), np.random.rand()
 
 
-def test_a_rank_has_its_callers_environment_folder_and_output_and_a_random_stream_of_its_own(
-    monkeypatch, tmp_path, capfd
-):
+def test_a_rank_has_its_callers_environment_folder_output_and_an_own_random_stream(monkeypatch, tmp_path, capfd):
     """Also after the first call, whose processes may be forked from the same server."""
     numbers = set()
     for value in ("one", "two"):

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from dlo_framework.costs import OperatorCounter
 from dlo_framework.errors import DloError
 from dlo_framework.models import attention as patterns
 from dlo_framework.models.attention import (
@@ -28,7 +24,7 @@ from dlo_framework.models.attention import (
 )
 from dlo_framework.models.attention.attention_mask import LocalHeads
 from dlo_framework.models.attention.attention_options import choose_kernel
-from dlo_framework.models.attention.masked_attention import attend_blocks, flex_mask, masked_attention, run_flex
+from dlo_framework.models.attention.masked_attention import attend_blocks, flex_mask, masked_attention
 
 #: Layouts of DeepSpeed 0.16.5's sparsity configs, with `random.seed(seed)` before each: a row is a hexadecimal number.
 DEEPSPEED = json.loads((Path(__file__).parents[3] / "support" / "deepspeed_layouts.json").read_text())
@@ -160,37 +156,6 @@ def test_flex_blocks_cover_every_visible_position():
         covered = seen[places[:, None] // 128, places[None] // 128]
         assert not (exact & ~covered).any()
         assert covered.float().mean() < 0.75
-
-
-class Watch(TorchFunctionMode):
-    """Looks at each function's arguments, as ZeRO does in its first step."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.update(map(id, tree_leaves((args, kwargs or {}))))
-        return func(*args, **(kwargs or {}))
-
-
-def test_flex_compiles_under_modes_of_functions_and_of_operators(monkeypatch):
-    """With a mask that reads tensors, and gradients, which a CPU's kernel does not have."""
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr("dlo_framework.models.attention.masked_attention._runs_eagerly", lambda query: False)
-    compiled = torch.compile(flex_attention, backend="aot_eager")
-    monkeypatch.setattr("dlo_framework.models.attention.masked_attention._compiled", lambda: compiled)
-    inputs = [torch.randn(2, 2, 128, 8, requires_grad=True) for _ in range(3)]
-    documents = (torch.arange(128) >= 50).long().expand(2, -1)
-    mask = AttentionMask(SlidingWindow(40, 16), causal=True, num_heads=2)
-    blocks = flex_mask(mask, 128, None, documents, torch.device("cpu"))
-    with Watch(), OperatorCounter() as counter:
-        found = run_flex(*inputs, blocks, 0.3)
-    assert counter.get_total_flops() == 2 * 128 * 128 * (2 * 2) * (8 + 8)
-    expected = attend_blocks(*inputs, mask, documents, scale=0.3)
-    torch.testing.assert_close(found, expected)
-    grads, wanted = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))
-    torch.testing.assert_close(grads, wanted)
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():

@@ -1,13 +1,25 @@
-"""Two records side by side: the pure arithmetic of differences, limits and verdicts."""
+"""Records side by side: differences, limits, verdicts; full tensors of ranks; and what is random in training."""
 
 import math
+import random
 
+import numpy as np
 import pytest
+import timm
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchvision.ops import StochasticDepth
 
+from dlo_framework.distributed.strategy import SingleProcessStrategy
+from dlo_framework.shards import FlatShard
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.testing import record, run_distributed
 from dlo_framework.testing.compare import (
     RTOL_BF16,
     compare,
@@ -17,8 +29,17 @@ from dlo_framework.testing.compare import (
     without_gradient,
 )
 from dlo_framework.testing.parity import verdict
-from dlo_framework.testing.record import Record, Step, merge_records, outline
-from dlo_framework.testing.training import Setting, record_training
+from dlo_framework.testing.record import (
+    Record,
+    Step,
+    checksum,
+    gather_full_tensors,
+    gather_full_weights,
+    merge_records,
+    outline,
+    switch_off_dropout,
+)
+from dlo_framework.testing.training import GlobalBatches, SeededDataset, Setting, prepare_loaders, record_training
 
 
 def run(losses, norms=None, weights=None, **more) -> Record:
@@ -285,3 +306,190 @@ def test_parameters_that_the_first_step_changes_otherwise_are_a_group(apart: str
         return record
 
     assert first_group(ran(""), ran(apart)) == group
+
+
+# --- weights that ranks share, whole again, and the norm of gradients that they share -------------------------------
+
+
+class OwnNorm(SingleProcessStrategy):
+    def gradient_norm(self, optimizer):
+        return torch.tensor(5.0)
+
+
+def whole() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "plain": torch.randn(3),
+        "flat": torch.randn(5, 4),
+        "scalar": torch.tensor(7),
+        "sharded": torch.randn(5, 2),
+        "last_stage": torch.randn(2, 2),
+    }
+
+
+def _spread(rank: int, world_size: int) -> tuple[dict, float, float]:
+    tensors, mesh = whole(), init_device_mesh("cpu", (world_size,))
+    flat, cut = tensors["flat"].view(-1), 7
+    mine = {
+        "plain": tensors["plain"],
+        "flat": FlatShard(flat[:cut] if rank == 0 else flat[cut:], torch.Size((5, 4)), 0 if rank == 0 else cut),
+        "scalar": FlatShard(tensors["scalar"].view(-1)[: 1 - rank], torch.Size(()), rank),
+        "sharded": distribute_tensor(tensors["sharded"], mesh, [Shard(0)]),
+        "extra": {"no": "tensor"},
+    }
+    if rank == world_size - 1:
+        mine["last_stage"] = tensors["last_stage"]
+    gathered = gather_full_tensors(mine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_BUNDLE", 41)  # bytes: "plain" and "scalar" fit into one message, "flat" into none
+        again = gather_full_tensors(mine)
+    assert again.keys() == gathered.keys()
+    assert all(torch.equal(again[name], value) for name, value in gathered.items())
+
+    plain, sharded = nn.Parameter(torch.zeros(3)), nn.Parameter(mine["sharded"].detach().clone())
+    plain.grad, sharded.grad = tensors["plain"].clone(), mine["sharded"].detach().clone()
+    optimizer = torch.optim.SGD([plain, sharded], lr=0.1)
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    norm = float(contract_of(trainer.strategy).gradient_norm(optimizer))
+    trainer.strategy.__class__ = OwnNorm
+    own = float(contract_of(trainer.strategy).gradient_norm(optimizer))
+    dist.barrier()
+    return gathered, norm, own
+
+
+def test_what_two_ranks_share_is_whole_again():
+    found = run_distributed(_spread, 2)
+    expected = whole()
+    assert set(found[0][0]) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[0][0][name], tensor), name
+    norm = torch.cat([expected["plain"], expected["sharded"].view(-1)]).norm()
+    for _, found_norm, own in found:
+        assert abs(found_norm - float(norm)) < 1e-6
+        assert own == 5.0, "a strategy that has a norm is asked"
+
+
+def test_names_are_plain_and_tensors_are_copies():
+    model = BoringModel()
+    model.layer = torch.compile(model.layer, backend="eager")
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    weights = gather_full_weights(trainer)
+    assert set(weights) == {"layer.weight", "layer.bias"}
+    before = checksum(weights["layer.bias"])
+    with torch.no_grad():
+        model.layer.bias.add_(1)
+    assert checksum(weights["layer.bias"]) == before
+    assert checksum(model.layer.bias) != before
+
+
+def test_checksums_of_all_kinds():
+    for tensor in (torch.randn(2, 3).T, torch.tensor(1.5), torch.ones(3, dtype=torch.bfloat16), torch.tensor([True])):
+        assert checksum(tensor) == checksum(tensor.clone())
+    assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
+    assert checksum(torch.empty(0)) == 0
+
+
+# --- what is random in training: found, switched off or made equal --------------------------------------------------
+
+
+class Layer(nn.Module):
+    """As transformers' layers: rates in plain attributes, and in a config that the forward pass reads."""
+
+    class Config:
+        hidden_dropout_prob = 0.5
+
+        def __init__(self) -> None:
+            self.attention_dropout, self.hidden_size, self.droplet = 0.2, 8, 0.7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.dropout, self.layerdrop, self.p = self.Config(), 0.1, 0.3, 0.4
+
+
+def repeats(model: nn.Module, x: torch.Tensor) -> bool:
+    model.train()
+    return torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "said"),
+    [
+        (nn.Sequential(nn.Dropout(0.5), nn.Dropout1d(0.5), nn.AlphaDropout(0.5)), (4, 6, 8), "1 AlphaDropout, 1 Drop"),
+        (nn.Sequential(nn.Identity(), StochasticDepth(0.5, "row")), (16, 8), "1 StochasticDepth"),
+        (nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True), (4, 6, 8), "3 Dropout, 1 MultiheadAttention"),
+        (nn.RReLU(), (4, 8), "1 RReLU"),
+        (
+            timm.create_model(
+                "vit_tiny_patch16_224", img_size=32, depth=2, drop_rate=0.1, drop_path_rate=0.2, attn_drop_rate=0.1
+            ),
+            (2, 3, 32, 32),
+            "DropPath",
+        ),
+    ],
+    ids=["dropout", "stochastic_depth", "encoder", "rrelu", "timm"],
+)
+def test_a_model_without_dropout_repeats_itself(model, shape, said):
+    x = torch.randn(shape)
+    assert not repeats(model, x)
+    assert said in switch_off_dropout(model)
+    assert repeats(model, x)
+    assert switch_off_dropout(model) is None
+
+
+def test_rates_in_attributes_are_found_and_nothing_else():
+    layer = Layer()
+    assert switch_off_dropout(layer) == "1 Config, 1 Layer"
+    assert (layer.dropout, layer.layerdrop, layer.config.attention_dropout) == (0.0, 0.0, 0.0)
+    assert (layer.p, layer.config.droplet, layer.config.hidden_size) == (0.4, 0.7, 8)
+
+
+class Noise:
+    """A dataset that draws from all three generators."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [index, random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_seeded_items_are_the_same_in_any_order_and_leave_the_random_state_alone():
+    data = SeededDataset(Noise(), seed=3)
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    items = [data[index] for index in range(6)]
+    assert [data[index] for index in reversed(range(6))] == items[::-1]
+    assert len({value for item in items for value in item[1:]}) == 18
+    assert items != [SeededDataset(Noise(), seed=4)[index] for index in range(6)]
+    assert before[0] == random.getstate()
+    assert np.array_equal(before[1], np.random.get_state()[1])
+    assert torch.equal(before[2], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_global_batches_are_those_of_all_ranks(drop_last):
+    """22 samples on 4 ranks are 6 each, in batches of 4 and 2; padded samples come twice."""
+    one = GlobalBatches(range(22), 4, 4, drop_last, shuffle=True, seed=5)
+    one.sampler.set_epoch(2)
+    batches = list(one)
+    assert [len(batch) for batch in batches] == ([16] if drop_last else [16, 8])
+    assert len(one) == len(batches)
+    for rank in range(4):
+        sampler = torch.utils.data.DistributedSampler(range(22), 4, rank, shuffle=True, seed=5)
+        sampler.set_epoch(2)
+        whole = list(sampler)
+        mine = [index for batch in batches for index in batch[rank * len(batch) // 4 : (rank + 1) * len(batch) // 4]]
+        assert mine == whole[: len(mine)]
+
+
+def test_loaders_of_unknown_kinds_are_used_as_they_are_and_named():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from range(4)
+
+    plain, stream, notes = DataLoader(TensorDataset(torch.arange(6)), batch_size=2), DataLoader(Stream()), []
+    found = prepare_loaders({"a": plain, "b": [stream, "own"]}, seed=0, shares=2, shuffle=False, notes=notes)
+    assert found["b"] == [stream, "own"]
+    assert [batch[0].tolist() for batch in found["a"]] == [[0, 2, 1, 3], [4, 5]]
+    assert len(notes) == 2
+    assert "DataLoader over Stream is used unchanged" in notes[1]
