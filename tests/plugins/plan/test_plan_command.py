@@ -1,4 +1,4 @@
-"""``dlo plan``: plans of a config are ranked, written, and pass ``dlo mesh``; bad input has a fix."""
+"""``dlo plan``: plans of a config are ranked, written, and pass ``dlo mesh``; bad input has a fix; machine files."""
 
 import json
 import subprocess
@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
+from dlo_plugins.plan import measurement
+from dlo_plugins.plan.machine import _FOLDER, load_machine, machine_names, parse_machine
+from dlo_plugins.plan.measurement import RankMeasurement, machine_content
+from dlo_plugins.plan.plan_config import read_device
 
+Printed = pytest.CaptureFixture[str]
 CONFIG = """
 trainer: {accelerator: cpu, devices: 2, max_steps: 2, strategy: {class_path: MeshStrategy, init_args: {tp: 2}}}
 model:
@@ -30,9 +37,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_plans_are_ranked_written_and_pass_dlo_mesh(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_are_ranked_written_and_pass_dlo_mesh(config: str, tmp_path: Path, capsys: Printed) -> None:
     out = tmp_path / "plans"
     words = ["plan", "--config", config, "--gpus", "4", "--machine", "cpu", "--json", "--top", "2", "--out", str(out)]
     assert main(words) == 0
@@ -59,9 +64,7 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
 
 
 @pytest.mark.slow
-def test_simulated_ranks_have_the_runs_precision(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulated_ranks_have_the_runs_precision(config: str, tmp_path: Path, capsys: Printed) -> None:
     """With float16 as if it were bf16, each plan that gathers float16 was refused, on a GPU without bf16 too."""
     words = ["plan", "--config", config, "--gpus", "4", "--machine", "v100", "--fix", "pp=1", "--fix", "tp=1", "--json"]
     precision = ["--trainer.precision", "16"]  # It is `16-mixed`.
@@ -85,9 +88,7 @@ sys.exit("torch" if "torch" in sys.modules else 0)
 
 
 @pytest.mark.slow
-def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rotor_zero_1_and_dtypes_of_gathers_are_written(config: str, tmp_path: Path, capsys: Printed) -> None:
     def plan(*words: str) -> dict[str, Any]:
         out = ["--gpus", "4", "--machine", "cpu", "--top", "1", "--out", str(tmp_path / "plans")]
         assert main(["plan", "--config", config, *out, *words]) == 0
@@ -109,9 +110,7 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
 
 
 @pytest.mark.slow
-def test_parts_of_a_run_are_in_the_figures_or_named(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_of_a_run_are_in_the_figures_or_named(config: str, tmp_path: Path, capsys: Printed) -> None:
     def plan(*words: str) -> dict[str, Any]:
         fixed = ["--gpus", "2", "--machine", "h100", "--top", "1", "--json", "--fix", "dp_shard=2", "--fix", "zero=3"]
         fixed += ["--trainer.precision", "bf16-mixed"]
@@ -135,7 +134,7 @@ def test_parts_of_a_run_are_in_the_figures_or_named(
     assert written["init_args"]["bf16_weights"] == "stochastic"
 
 
-def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: Printed) -> None:
     config = {
         "plugins": ["support.plain_nets"],
         "trainer": {"accelerator": "cpu", "devices": 2},
@@ -172,9 +171,7 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
         (["--gpus", "4", "--fix", "recompute=rotor", "--trainer.callbacks", "Compile"], "set its scope: blocks"),
     ],
 )
-def test_bad_input_is_one_line_with_the_fix(
-    words: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_with_the_fix(words: list[str], message: str, config: str, capsys: Printed) -> None:
     assert main(["plan", "--config", config, *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -196,7 +193,7 @@ class SyntheticText(LightningDataModule):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_best_five_plans_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_five_plans_train_as_one_process(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "five_plans_text.py").write_text(SYNTHETIC)
     content = yaml.safe_load(CONFIG)
     content["plugins"] = [str(tmp_path / "five_plans_text.py")]
@@ -211,3 +208,89 @@ def test_the_best_five_plans_train_as_one_process(tmp_path: Path, capsys: pytest
         file = str(tmp_path / "plans" / f"plan_{number}.yaml")
         assert main(["mesh", "--config", file]) == 0
         assert main(["parity", "--config", file, "--steps", "3"]) == 0, capsys.readouterr().out
+
+
+# --- machine files: those of dlo have sources, what is missing is named, and a machine is measured ------------------
+
+
+def test_each_shipped_machine_has_a_source_for_every_constant() -> None:
+    assert {"a100", "cpu", "h100", "h200", "jean-zay-h100", "v100"} <= set(machine_names())
+    for name in machine_names():
+        machine = load_machine(name)
+        assert machine.name == name
+        assert len(machine.sources) >= 13
+        assert all(len(source) > 5 for source in machine.sources.values()), name
+
+
+def test_what_a_file_lacks_or_has_too_much_is_named() -> None:
+    text = _FOLDER.joinpath("h100.yaml").read_text()
+    for key, value, message in (
+        (("kinds",), {}, r"must have keys of name, .* got kinds; remove it: since 0.2"),
+        (("links", "all_reduce"), {}, r"must have keys of name, .* got links.all_reduce; remove it: since 0.2"),
+        (("links", "node"), None, "must have links.node"),
+        (("attention", "forward"), None, "must have attention.forward"),
+        (("accelerator",), None, "must have peak"),
+        (("links", "network", "latency"), None, "must have links.network.latency"),
+        (("bandwidth",), {"value": "fast", "source": "guess"}, "bandwidth must be a positive number, got 'fast'"),
+    ):
+        content = yaml.safe_load(text)
+        at = content
+        for word in key[:-1]:
+            at = at[word]
+        at[key[-1]] = value
+        if value is None:
+            del at[key[-1]]
+        with pytest.raises(DloError, match=message):
+            parse_machine(content, "mine.yaml")
+
+
+def test_a_machine_that_extends_another_has_its_constants_but_those_it_sets(tmp_path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "extends: jean-zay-a100\nlinks: {network: {bandwidth: {2: 5.0e+9}}}\npeak: {bfloat16: 3e+14}"
+    )
+    mine, base = load_machine(str(tmp_path / "mine.yaml")), load_machine("a100")
+    assert (mine.network.rate(2), mine.network.latency) == (5e9, base.network.latency)
+    assert (mine.peak, mine.host.memory, mine.node) == ({"bfloat16": 3e14}, 51e9, base.node)
+
+
+def test_a_link_has_the_latency_of_a_small_sum_and_the_bandwidth_of_a_large_one() -> None:
+    ranks = 4
+    sums = {size: 2 * (ranks - 1) * (1e-4 + size / ranks / 1e9) for size in measurement._SUMS}
+    machine = parse_machine(
+        machine_content([RankMeasurement(1e11, 2e10, 2e-6, sums, 300_000_000)] * ranks, "bfloat16", "cpu", 1), "a"
+    )
+    assert (machine.rate("bfloat16"), machine.bandwidth, machine.launch) == (1e11, 2e10, 2e-6)
+    assert machine.node.rate(1) == pytest.approx(1e9, rel=0.01)
+    assert machine.node.latency == pytest.approx(1e-4, rel=0.02)
+    for size, seconds in sums.items():
+        assert machine.collective_seconds(size, ranks, 1, reduces_and_gathers=True) == pytest.approx(seconds, rel=0.02)
+    assert all("measured" in source for source in machine.sources.values())
+    alone = parse_machine(
+        machine_content([RankMeasurement(1e11, 2e10, 2e-6, {}, 300_000_000)], "float32", "cpu", 1), "b"
+    )
+    assert alone.sources["links.node.latency"].startswith("not measured")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_dlo_plan_measures_this_machine_and_plans_for_it(config: str, tmp_path: Path, capsys: Printed) -> None:
+    words = ["plan", "--config", config, "--gpus", "2", "--measure", "--json", "--top", "2"]
+    assert main([*words, "--out", str(tmp_path / "plans")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [plan["step_seconds"] > 0 for plan in found["plans"]] == [True, True]
+    machine = parse_machine(yaml.safe_load((tmp_path / "plans" / "machine.yaml").read_text()), "machine.yaml")
+    assert machine.device == "cpu"
+    assert 1e7 < machine.bandwidth < 1e12
+    assert machine.node.rate(1) < 1e12
+
+
+def test_a_gpu_reserves_what_is_outside_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
+    assert measurement.memory_outside_allocator() == 10
+
+
+def test_a_config_for_the_cpu_is_planned_for_it_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert read_device({"trainer": {"accelerator": "cpu"}}) == "cpu"
+    assert read_device({"trainer": {"accelerator": "auto"}}) == read_device({}) == "cuda"
