@@ -249,9 +249,9 @@ def contradiction(config, **facts):
 def test_what_is_absent_or_auto_comes_from_the_trainer():
     facts = TrainerSettings("bf16-mixed", 4, 0.5, "norm", 8, 2)
     want = {
-        "train_batch_size": 64,
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 4,
+        TRAIN: 64,
+        MICRO: 8,
+        STEPS: 4,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 0},
@@ -267,9 +267,9 @@ def test_what_is_absent_or_auto_comes_from_the_trainer():
 def test_what_only_the_json_sets_is_taken():
     # DeepSpeed 0.19 clips to a norm of 1 where its configuration says nothing.
     assert fill_from_trainer(merge_options({}), PLAIN)["gradient_clipping"] == 0.0
-    config = {"gradient_clipping": 1.0, "train_batch_size": 16, "gradient_accumulation_steps": 1}
+    config = {"gradient_clipping": 1.0, TRAIN: 16, STEPS: 1}
     found = fill_from_trainer(merge_options({}, config), PLAIN)
-    assert (found["gradient_clipping"], found["train_micro_batch_size_per_gpu"]) == (1.0, 8)
+    assert (found["gradient_clipping"], found[MICRO]) == (1.0, 8)
 
 
 @pytest.mark.parametrize(
@@ -283,22 +283,22 @@ def test_what_only_the_json_sets_is_taken():
         ({"gradient_clipping": -1.0}, {}, ["must be a norm"]),
         ({}, {"clip_val": 0.5, "clip_algorithm": "value"}, ["gradient_clip_algorithm must be norm"]),
         (
-            {"gradient_accumulation_steps": 4},
+            {STEPS: 4},
             {},
             ["must equal trainer.accumulate_grad_batches 1, got 4", "--trainer.accumulate_grad_batches 4"],
         ),
         (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+            {TRAIN: 64, MICRO: 8},
             {},
             ["train_batch_size 64 / (train_micro_batch_size_per_gpu 8 x 2 ranks)", "accumulate_grad_batches 4"],
         ),
         (
-            {"train_batch_size": 65, "train_micro_batch_size_per_gpu": 8},
+            {TRAIN: 65, MICRO: 8},
             {},
             ["per_gpu 8 x gradient_accumulation_steps 1 x 2 ranks = 16, got 65; set train_batch_size 16"],
         ),
         (
-            {"train_micro_batch_size_per_gpu": 16},
+            {MICRO: 16},
             {"micro_batch_size": 8},
             [
                 "per_gpu 16 of",
@@ -307,11 +307,7 @@ def test_what_only_the_json_sets_is_taken():
                 "set --data.batch_size 32",
             ],
         ),
-        (
-            {"fp16": {"enabled": True}},
-            {},
-            ["agree with trainer.precision 32-true, got true", "16-mixed"],
-        ),
+        ({"fp16": {"enabled": True}}, {}, ["agree with trainer.precision 32-true, got true", "16-mixed"]),
         ({"bf16": {"enabled": True}}, {"precision": "16-mixed"}, ["bf16.enabled must agree", "bf16-mixed"]),
         ({}, {"precision": "64-true"}, ["trainer.precision must be one of", "got 64-true"]),
     ],
@@ -329,8 +325,7 @@ def facts_for(config):
     resolved = merge_options({}, config)
     precision = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
     chosen = next((precision[key] for key in precision if get(resolved, f"{key}.enabled") is True), "32-true")
-    train, micro = resolved.get("train_batch_size"), resolved.get("train_micro_batch_size_per_gpu")
-    steps = resolved.get("gradient_accumulation_steps")
+    train, micro, steps = (resolved.get(key) for key in (TRAIN, MICRO, STEPS))
     if not isinstance(steps, int):
         steps = train // (micro * RANKS) if isinstance(train, int) and isinstance(micro, int) else 1
     return TrainerSettings(chosen, steps, None, None, None, RANKS)
@@ -352,9 +347,7 @@ def test_deepspeed_itself_takes_every_sample_completed(name):
     micro=st.integers(1, 8),
     steps=st.integers(1, 8),
     ranks=st.integers(1, 8),
-    said=st.sets(
-        st.sampled_from(["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
-    ),
+    said=st.sets(st.sampled_from([TRAIN, MICRO, STEPS])),
 )
 def test_any_part_of_the_batch_sizes_gives_the_others_as_deepspeed_derives_them(micro, steps, ranks, said):
     whole = {TRAIN: micro * steps * ranks, MICRO: micro, STEPS: steps}
