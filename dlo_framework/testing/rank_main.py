@@ -104,13 +104,11 @@ def main(rank: int, job: Job, answer: Connection) -> None:
         value = pickle.dumps(result)
     except BaseException as error:
         # Sent before the process group is destroyed, which causes errors on other ranks: this one must be the first.
-        answer.send_bytes(pickle.dumps(Answer(None, traceback.format_exc(), _user_error(error), time.time())))
-        answer.close()
+        _send(answer, Answer(None, traceback.format_exc(), _user_error(error), time.time()))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # Destroying the group may wait for ranks that wait for this one.
-    answer.send_bytes(pickle.dumps(Answer(value, None, None, time.time())))
-    answer.close()
+    _send(answer, Answer(value, None, None, time.time()))
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -216,6 +214,15 @@ def _user_error(error: BaseException) -> str | None:
 
     user_error = dlo_error_in(error)
     return None if user_error is None else str(user_error)
+
+
+def _send(connection: Connection, answer: Answer) -> None:
+    """Sends the answer; where the parent is gone, ends this rank's process group before its watch has found that."""
+    try:
+        connection.send_bytes(pickle.dumps(answer))
+    except BrokenPipeError:
+        os.killpg(0, signal.SIGKILL)
+    connection.close()
 
 
 def _end_with_the_parent() -> None:
