@@ -26,6 +26,7 @@ from dlo_plugins.compression.compressed_all_reduce import (
 )
 from dlo_plugins.compression.ddp_hooks import PowerSGD, PowerSGDHook
 from support.compression_by_definition import average_in_one_process, compress
+from support.on_ranks import on_ranks
 
 #: Zeros of both signs are among them.
 floats = st.floats(-1e6, 1e6, width=32)
@@ -152,19 +153,16 @@ class Gradients(Bucket):
         return True
 
 
-def _compressed(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Returns a gradient of rank one and what PowerSGD makes of it, where torch says that there is a CUDA device."""
+@on_ranks(1)
+def test_powersgd_compresses_in_cpu_memory_of_a_machine_with_a_gpu(rank: int, world_size: int) -> None:
+    """torch's hook waits for the bucket's device where there is a CUDA device, and raises if that is the CPU."""
     gradient = torch.outer(torch.arange(1.0, 9.0), torch.arange(1.0, 9.0))
     bucket = Gradients(gradient.clone())
     powersgd = PowerSGD({id(p): "weight" for p in bucket.parameters()}, 1, 2)
     assert powersgd.share(bucket, 5) < 1
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        return [powersgd(bucket, 5).wait().view(8, 8), gradient]
-
-
-def test_powersgd_compresses_in_cpu_memory_of_a_machine_with_a_gpu():
-    """torch's hook waits for the bucket's device where there is a CUDA device, and raises if that is the CPU."""
-    torch.testing.assert_close(*run_distributed(_compressed, 1)[0])
+        found = powersgd(bucket, 5).wait().view(8, 8)
+    torch.testing.assert_close(found, gradient)  # Which is of rank one.
 
 
 # --- PowerSGD where several of DDP's buckets are under way at once ---------------------------------------------------

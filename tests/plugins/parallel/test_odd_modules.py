@@ -31,17 +31,13 @@ from support.runs import Watch
 #: Micro-batches and precision of a run.
 Run = tuple[int, str]
 MINUTES, PARTS = 0.5, 4
+PP = partial(MeshStrategy, pp=2, dp_shard=1)
 STRATEGIES: dict[str, Any] = {
     "ddp": partial(DataParallelStrategy, timeout_minutes=MINUTES),
     **{f"zero{stage}": partial(ZeroStrategy, stage, timeout_minutes=MINUTES) for stage in (1, 2, 3)},
     "fsdp": partial(FSDPStrategy, timeout_minutes=MINUTES),
     "tp": partial(MeshStrategy, tp=2, dp_shard=1, timeout_minutes=MINUTES),
-    **{
-        schedule: partial(
-            MeshStrategy, pp=2, dp_shard=1, schedule=schedule, micro_batches=PARTS, timeout_minutes=MINUTES
-        )
-        for schedule in PIPELINES
-    },
+    **{name: partial(PP, schedule=name, micro_batches=PARTS, timeout_minutes=MINUTES) for name in PIPELINES},
     **{f"deepspeed{stage}": partial(DeepSpeedBridge, stage) for stage in (1, 2, 3)},
 }
 
@@ -112,15 +108,8 @@ def together(rank: int, world: int, cells: list[tuple[str, str]], folder: Path) 
         error = ""
         with open(folder / f"{cell}.{rank}", "w") as file:
             try:
-                share = (rank, world) if strategy in DATA else (0, 1)
-                train(
-                    MODULES[name],
-                    STRATEGIES[strategy](),
-                    share,
-                    (1, run_like(name, strategy)[1]),
-                    folder / cell,
-                    losses,
-                )
+                share, run = (rank, world) if strategy in DATA else (0, 1), (1, run_like(name, strategy)[1])
+                train(MODULES[name], STRATEGIES[strategy](), share, run, folder / cell, losses)
             except BaseException as raised:
                 known = dlo_error_in(raised)
                 message = str(raised if known is None else known).strip()

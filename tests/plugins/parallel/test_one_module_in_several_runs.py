@@ -21,9 +21,9 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
 from dlo_plugins.parallel.fsdp.strategy import FSDPStrategy
-from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.fsdp_nets import Module, fit, mine, trainer
+from support.strategies import STRATEGIES
 
 
 class ByHand(Module):
@@ -65,16 +65,8 @@ class Twice(ByHand):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-MAKE: dict[str, Any] = {
-    "ddp": DataParallelStrategy,
-    "zero1": lambda: ZeroStrategy(1),
-    "zero2": lambda: ZeroStrategy(2),
-    "zero3": lambda: ZeroStrategy(3),
-    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
-    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
-    "fsdp": FSDPStrategy,
-    "mesh": partial(MeshStrategy, dp_replicate=2),
-}
+MAKE: dict[str, Any] = {**STRATEGIES, "ddp": DataParallelStrategy}
+EVERY = ["ddp", "zero1", "zero2", "zero3", "deepspeed_1", "deepspeed_3", "fsdp", "copies"]
 AVERAGES = (partial(StochasticWeightAveraging, swa_lrs=0.01), EMAWeightAveraging)
 PAIRS = ["zero3 zero3", "zero1 ddp", "zero2 zero3", "zero3 ddp", "zero3 fsdp", "ddp zero3", "deepspeed_1 ddp"]
 PAIRS += ["deepspeed_3 zero3", "fsdp fsdp"]
@@ -114,10 +106,9 @@ def _around(rank: int, world: int, folder: Path, names: list[str]) -> None:
     fit(rank, world, sharded, FSDPStrategy())
     with pytest.raises(DloError, match="parameters that FSDPStrategy has divided"):
         fit(rank, world, sharded, ZeroStrategy(1))
-    sharding = (MAKE["zero3"], FSDPStrategy, partial(MeshStrategy, dp_replicate=world))
-    for make, average in zip(sharding, itertools.cycle(AVERAGES)):
+    for name, average in zip(("zero3", "fsdp", "copies"), itertools.cycle(AVERAGES)):
         with pytest.raises(DloError, match=r"under \w+Strategy must be taken of each rank's shards, got .*Averaging"):
-            fit(rank, world, Module(), make(), callbacks=[average()])
+            fit(rank, world, Module(), MAKE[name](), callbacks=[average()])
     for name in names:
         early = trainer(world, MAKE[name]())
         early.strategy.connect(Module())
@@ -158,7 +149,7 @@ def _evaluate(rank: int, world: int, name: str, path: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("pairs", "names"),
-    [(SOME, SOME_AROUND), pytest.param(PAIRS, [*MAKE], marks=pytest.mark.slow)],
+    [(SOME, SOME_AROUND), pytest.param(PAIRS, EVERY, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_a_module_goes_from_run_to_run_as_under_ddp(tmp_path: Path, pairs: list[str], names: list[str]) -> None:

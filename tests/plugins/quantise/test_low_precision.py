@@ -187,11 +187,9 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
         found[name] = losses.found
         seed_everything(1, verbose=False)
         low = LowPrecision(scheme, min_features=8, emulate=scheme != "int8")
-        callbacks = [losses, *([low] if rounds else []), *(make() for make in others)]
+        options = {"callbacks": [losses, *([low] if rounds else []), *(make() for make in others)], "max_steps": 4}
         made = strategy if isinstance(strategy, str) else strategy()
-        trainer = quiet_trainer(
-            devices=world_size, strategy=made, max_steps=4, log_every_n_steps=1, callbacks=callbacks
-        )
+        trainer = quiet_trainer(devices=world_size, strategy=made, log_every_n_steps=1, **options)
         trained = task()
         trainer.fit(trained, datamodule=Tokens(1))
         if rank == 0:
