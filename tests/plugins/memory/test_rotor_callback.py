@@ -282,3 +282,4 @@ def test_ranks_survey_again_together(rank: int, world_size: int, folder: Path) -
     run = trainer(world_size, DataParallelStrategy(), callbacks=[rotor, Changing()], default_root_dir=folder)
     run.fit(NetTask(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     assert (run.global_step, rotor._measured_bytes) == (14, 32 * (16 * 4 + 8))
+    assert [plan.measured.chain.input for plan in rotor.plans] == [32 * 32 * 4]  # The plan is of the larger batch.
