@@ -384,9 +384,9 @@ def _bring_about(trial: Trial, runner: Runner, process: Process, disk: _Disk | N
         process.lose(*random.Random(trial.delay).choice([(1, 2.0), (2, 2.0), (1, 20.0), (2, 20.0)]))
     elif trial.fault == "STOP":
         os.kill(target, signal.SIGSTOP)
-        # A single process that is stopped nobody can miss; nor does anybody before the ranks watch each other.
-        if len(ranks) < 2 or trial.delay * 1000 % 2 < 1:
-            time.sleep(3.0)
+        time.sleep(3.0)
+        # Nobody can miss it where no other rank runs: before ranks watch each other, and when the others have ended.
+        if trial.delay * 1000 % 2 < 1 or not any(_is_running(rank) for rank in ranks if rank != target):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, signal.SIGCONT)
     else:
@@ -398,6 +398,12 @@ def _bring_about(trial: Trial, runner: Runner, process: Process, disk: _Disk | N
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signum)
     return at
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class _Disk:
