@@ -383,6 +383,8 @@ def _bring_about(trial: Trial, runner: Runner, process: Process, disk: _Disk | N
     elif isinstance(process, Nodes):
         process.lose(*random.Random(trial.delay).choice([(1, 2.0), (2, 2.0), (1, 20.0), (2, 20.0)]))
     elif trial.fault == "STOP":
+        if not _is_running(target):
+            return None
         os.kill(target, signal.SIGSTOP)
         time.sleep(3.0)
         # Nobody can miss it where no other rank runs: before ranks watch each other, and when the others have ended.
