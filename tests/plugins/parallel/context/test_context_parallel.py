@@ -36,7 +36,7 @@ LLAMA = {**token_batches.GROUPED, "num_hidden_layers": LAYERS, "vocab_size": VOC
 
 def built(**settings: Any) -> Any:
     torch.manual_seed(0)
-    return token_batches.small_model("llama", **LLAMA | settings)
+    return token_batches.built_model(tiny("llama", dropout=False) | LLAMA | settings)
 
 
 def applied(model: Any, method: Any = "ring", cp: int | None = None) -> ContextParallel:
