@@ -33,7 +33,7 @@ def test_folders_import_in_one_direction(graph):
 
 
 def test_the_picture_is_as_the_tree_is(graph):
-    assert graph.FILE.read_text() == graph.draw(), "draw it anew: python docs/pictures/imports.py"
+    assert graph.FILE.read_text() == graph.draw(), "draw it again: python docs/pictures/imports.py"
 
 
 def test_every_path_on_the_page_exists():

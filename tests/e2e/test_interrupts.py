@@ -19,7 +19,7 @@ START, FIRST, ALL = "dlo_framework.run.process", 5, 5000
 
 
 def interrupted(folder: Path, *options: str, imports: int = 0, seconds: float = 0.0) -> tuple[int, list[str]]:
-    """Returns exit code and lines of a run that gets SIGINT after so many imports, or so many seconds."""
+    """Returns exit code and lines of a run that gets SIGINT after that many imports, or seconds."""
     command = [sys.executable, *(["-X", "importtime"] if imports else []), "-m", "dlo_framework", *FIT, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What stands on which device, shown without an accelerator: by tensors without memory, and by what torch is asked."""
+"""Devices of tensors, shown without an accelerator: by tensors without memory, and by what torch is asked."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def average_in_one_process(
     What :class:`CompressedAllReduce` computes on several ranks.
 
     Args:
-        inputs: each rank's values, flat, [numel of the layout], zero where no tensor stands.
-        worker_errors: each rank's, likewise.
+        inputs: each rank's values, flat, [numel of the layout], zero where there is no tensor.
+        worker_errors: each rank's, of the same layout.
         server_errors: each rank's, [chunk].
         layout: where tensors stand.
     """

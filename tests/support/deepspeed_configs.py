@@ -1,4 +1,4 @@
-"""DeepSpeed configurations of the kinds that its documentation and Hugging Face's show, written anew."""
+"""DeepSpeed configurations of the kinds that its documentation and Hugging Face's show, in our own words."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A store of checkpoints in this process's memory, which stands for a remote one."""
+"""A store of checkpoints in this process's memory, used in place of a remote one."""
 
 import contextlib
 import io

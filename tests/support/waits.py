@@ -233,7 +233,7 @@ class WaitsOfSteps(Callback):
         self.waits.__enter__()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Between two such calls lies a step, with all that Lightning does around it."""
+        """A step runs between two such calls, with all that Lightning does around it."""
         self._batches += 1
         if self._batches == 2:
             self.first = list(self.waits.found)

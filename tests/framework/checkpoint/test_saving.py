@@ -332,7 +332,7 @@ def save_all(rank: int, world_size: int, folder) -> int:
 
 
 def load_all(rank: int, world_size: int, folder, layouts: int = len(LAYOUTS)) -> int:
-    """Loads every checkpoint in so many layouts, in turn; returns the number of compared tensors."""
+    """Loads every checkpoint in that many layouts, in turn; returns the number of compared tensors."""
     compared = 0
     weights, first, second, average = (values(seed) for seed in range(4))
     empty = {n: torch.zeros_like(t) for n, t in weights.items()}

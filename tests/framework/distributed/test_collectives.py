@@ -110,7 +110,7 @@ def _named(rank: int, world_size: int) -> list[str]:
 
 
 def _laid_out(rank: int, world_size: int) -> dict[str, tuple[list, list]]:
-    """Tensors in other memory than a run of their own, with the rank's values; returns them and what lies around."""
+    """Tensors in the middle of other memory, with the rank's values; returns them and the bytes around them."""
     memory = torch.full((3, 4), float(rank))
     images = torch.arange(2 * 3 * 4 * 4).view(2, 3, 4, 4) + 1000 * rank
     tensors = {

@@ -84,7 +84,7 @@ def config(folder: Path, strategy: str, minutes: float = 30, **parts: str) -> st
 
 
 def finish(process: subprocess.Popen, within: float) -> End:
-    """Waits for a command; it has to end within so many seconds of the fault, with nobody left behind."""
+    """Waits for a command; it has to end within that many seconds of the fault, with nobody left behind."""
     lines = []
     assert process.stdout is not None
     fault = None
@@ -444,7 +444,7 @@ def check_alike(*runs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_torchrun_restarts_a_killed_run_which_goes_on_by_itself(dlo, curve, strategy):
-    """Killed in the first epoch, before any checkpoint, and in the second: it starts anew, and goes on."""
+    """Killed in the first epoch, before any checkpoint, and in the second: it starts again, and goes on."""
     once = f"once: {dlo.folder}/killed"
     callbacks = f"{{class_path: SecondFault, init_args: {{what: SIGKILL, rank: 0, after: 11, {once}}}}}"
     path = config(dlo.folder, strategy, fault=f"{{what: SIGKILL, after: 3, {once}}}", callbacks=callbacks)

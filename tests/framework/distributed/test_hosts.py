@@ -83,7 +83,7 @@ class Host:
 
 @contextlib.contextmanager
 def joined(number: int) -> Iterator[list[Host]]:
-    """Makes so many hosts, and a bridge in the namespace of one more."""
+    """Makes that many hosts, and a bridge in the namespace of one more."""
     *hosts, switch = made = [Host(each) for each in range(number + 1)]
     try:
         for host in made:
@@ -111,7 +111,7 @@ def hosts() -> Iterator[list[Host]]:
 
 
 def write_config(folder: Path, strategy: str, ranks: int, minutes: float = 30, **parts: str) -> str:
-    """Writes a config for two hosts of so many ranks; 2 and `pp x tp` is a 2x2 mesh."""
+    """Writes a config for two hosts of that many ranks; 2 and `pp x tp` is a 2x2 mesh."""
     name = failures.config(folder, strategy, minutes=minutes, **parts)
     text = (folder / name).read_text()
     text = text.replace("  devices: 4\n" if ranks == 2 else "  devices: 2\n", f"  devices: {ranks}\n  num_nodes: 2\n")

@@ -195,7 +195,7 @@ def test_a_rank_that_rank_0_never_accepted_ends_no_run():
 
 
 class Waiting(StackSampler):
-    """A rank that has waited in a hook for so many seconds."""
+    """A rank that has waited in a hook for that many seconds."""
 
     def __init__(self, hook: str, seconds: float = 9.0) -> None:
         super().__init__()

@@ -638,7 +638,7 @@ class Grouped(Net):
 
 
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
-#: Optimizer and weight decay of each parameter group, in the run and as it is resumed; the error.
+#: Optimizer and weight decay of each parameter group, in the first run and in the resumed one; the expected error.
 REGROUPED = {
     "divided": ((_ADAMW, (0.1,)), (_ADAMW, (0.1, 0.0)), "group 0: 2 .*; group 1: 2 .* for the"),
     "divided, with equal settings": ((_ADAMW, (0.1,)), (_ADAMW, (0.1, 0.1)), ""),

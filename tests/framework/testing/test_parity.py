@@ -290,7 +290,7 @@ def test_a_fault_between_buckets_of_a_small_model_is_found() -> None:
     pattern = (
         r"the first difference is the gradient norm of step [01]: .* on the ranks; at the end 'net\..*' .* differs most"
     )
-    assert re.fullmatch(pattern, found[0].hints[0])  # torch divides anew after its first step.
+    assert re.fullmatch(pattern, found[0].hints[0])  # torch divides again after its first step.
 
 
 # --- faults that other frameworks have shipped, planted on the ranks alone: each is found, and where ----------------

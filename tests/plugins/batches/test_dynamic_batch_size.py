@@ -254,7 +254,7 @@ def growing():
 @pytest.mark.parametrize(("make", "crash"), [(growing, 4), (by_noise, 7)])
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_a_fit_that_raised_leaves_nothing_to_the_next(make, crash, same_trainer):
-    """The same trainer goes on with its epoch, so it fails in the first; another begins anew wherever one failed."""
+    """The same trainer goes on with its epoch, so it fails in the first; another begins again wherever one failed."""
     expected = fit(make()).losses
     callback, data = make(), Data()
     trainer = quiet_trainer(callbacks=[callback], max_epochs=4)

@@ -45,7 +45,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 class Net(LightningModule):
-    """Runs out of memory above so many samples, in one of the passes, as an accelerator would."""
+    """Runs out of memory above that many samples, in one of the passes, as an accelerator would."""
 
     def __init__(self, bound: int = 10**9, where: str = "forward") -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_who_can_use_it_is_told_and_the_rate_is_sought_after(tmp_path, capsys):
 
 
 class Pixels(LightningModule):
-    """Runs out of memory above so many pixels in a batch."""
+    """Runs out of memory above that many pixels in a batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -172,7 +172,7 @@ STEPS = 6
 
 
 def _train(world_size: int, bucket_mb: float) -> torch.Tensor:
-    """Returns the weights of a training whose gradients stand in buckets of so many megabytes."""
+    """Returns the weights of a training whose gradients are in buckets of that many megabytes."""
     torch.manual_seed(0)
     widths = [96, 384, 96, 288, 96, 384, 96, 192, 96, 384, 96]
     model = nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])

@@ -57,7 +57,7 @@ def tensors(scale: float = 1.0, dtype=torch.float32):
 @pytest.mark.parametrize("clip_factor", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 0.0])
 def test_clipping_is_timms(clip_factor, scale):
-    """Weights of three sizes: at 1e-5 ``eps`` stands for most of them, at 0 for all."""
+    """Weights of three sizes: at 1e-5 ``eps`` replaces most of them, at 0 all."""
     weights = [nn.Parameter(tensor) for tensor in tensors(scale)]
     gradients = [tensor.roll(1) * size for tensor, size in zip(tensors(), (1, 0.01, 3, 1e-4, 0, 1, 1), strict=True)]
     for weight, gradient in zip(weights, gradients, strict=True):

@@ -215,7 +215,7 @@ def test_draws_follow_the_seed_alone(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     assert same(fit(BatchMix()), fit(BatchMix(seed=7)))
     callback = BatchMix()
-    assert same(fit(callback), fit(callback))  # A new run with the same object begins anew.
+    assert same(fit(callback), fit(callback))  # A new run with the same object begins again.
 
 
 def test_ranks_and_batches_draw_differently_and_groups_do_not_depend_on_ranks():

@@ -20,7 +20,7 @@ from dlo_plugins.parallel.mesh.strategy import MeshStrategy
 from dlo_plugins.parallel.zero.strategy import ZeroStrategy
 from support.trainers import quiet_trainer
 
-#: Not a device with values; it stands for an accelerator, whose random numbers are others than the CPU's.
+#: Not a device with values; it acts as an accelerator, whose random numbers are others than the CPU's.
 DEVICE = torch.device("meta")
 
 

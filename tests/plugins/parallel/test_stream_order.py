@@ -251,7 +251,7 @@ def test_one_rank_steps_master_weights_in_full_and_waits_for_nothing_but_the_gra
     for name, ((first, *later), landing) in blocks.items():
         # At most once a bucket: a wait for one copy is a wait for those before it.
         assert all(0 < waits <= landing if landing else waits == 0 for waits in later), (name, later, landing)
-        # What the CPU steps is a copy of what lies on the device, brought before the first step.
+        # What the CPU steps is a copy of the device's values, brought before the first step.
         assert first <= landing * (2 if name == "zero3 optimizer" else 1), name
 
 

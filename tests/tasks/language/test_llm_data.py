@@ -78,7 +78,7 @@ def test_padded_batches_are_as_long_as_their_longest_and_run_on(make):
         longest = int((batch["labels"] != IGNORE_INDEX).sum(1).max())
         assert longest <= width < longest + 8 or width == 48
         assert torch.equal(batch["position_ids"], torch.arange(width).expand(4, width))
-        assert "attention_mask" not in batch  # padding stands behind all that is real
+        assert "attention_mask" not in batch  # padding comes after all real tokens
         widths.add(width)
     assert len(widths) > 2
     assert used / made > 0.85  # in random order it is 0.69: like lengths come together

@@ -342,7 +342,7 @@ def _train(rank: int, world_size: int, folder: Path, family: str) -> None:
         use_canonical_checkpoints(trainer)
         path = None if resumed is None else folder / f"{resumed}.ckpt"
         task, data = build(family, schedule="constant")
-        data.steps = 2  # Of an epoch: these data begin anew with each.
+        data.steps = 2  # Of an epoch: these data begin again with each.
         trainer.fit(task, datamodule=data, ckpt_path=path, weights_only=False)
         trainer.save_checkpoint(folder / f"{name}.ckpt")
 

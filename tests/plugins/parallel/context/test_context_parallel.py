@@ -40,7 +40,7 @@ def built(**settings: Any) -> Any:
 
 
 def applied(model: Any, method: Any = "ring", cp: int | None = None) -> ContextParallel:
-    """Shares the sequence among all ranks, or among so many."""
+    """Shares the sequence among all ranks, or among that many."""
     ranks = dist.get_world_size()
     cp = ranks if cp is None else cp
     applier = ContextParallel(method)

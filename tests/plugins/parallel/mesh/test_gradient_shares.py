@@ -1,6 +1,6 @@
 """Gradients of which ranks of a mesh have shares: of tied weights in several stages, of whole parameters under `tp`.
 
-Their sum comes once a step: after an accumulation, after several backward passes by hand, after a checkpoint amid it.
+They are summed once a step: after an accumulation, several backward passes by hand, or a checkpoint in between.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def shares(batch: dict[str, Tensor]) -> list[Any]:
 
 
 def _resumed(rank: int, world: int, folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Runs that save amid an accumulation, and those that take them up; one of another strategy's too."""
+    """Runs that save during an accumulation, and those that take them up; one of another strategy's too."""
     found = {"pp x tp, saved by one process": fit(Language(), texts(), mesh("pp x tp"), resume=folder / "one")}
     for name, sync in (("pp x tp", True), ("tp x dp", False)):
         make: Callable[[], MeshStrategy] = partial(mesh, name, sync_every_micro_batch=sync)

@@ -143,7 +143,7 @@ def test_asynchronous_tensor_parallelism_goes_with_every_axis() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_along_every_axis(family: str) -> None:
     axes = (*TWO, *SHARED, *SCHEDULES)
-    # Over so many steps Adam makes more of rounding: single elements of gpt_neox's biases, which begin as zeros, come
+    # Over that many steps Adam makes more of rounding: single elements of gpt_neox's biases, which begin as zeros, come
     # out 1.2e-5 off where losses and norms are 2e-7.
     made = cases(*axes, family=family, optimizer_args={"eps": 1e-3})
     assert_parity(llm, made, steps=50, rtol=2e-5, timeout=3000)

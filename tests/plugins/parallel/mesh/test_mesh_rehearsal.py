@@ -549,7 +549,7 @@ def _train_all(rank: int, world_size: int, kind: str, names: list[str], axis: st
     ],
 )
 def test_each_model_that_passes_its_check_trains_as_one_process(kind: str, names: Any, axis: str, least: int) -> None:
-    """At least so many pass; `DLO_SWEEP_ONLY` selects some."""
+    """At least that many pass; `DLO_SWEEP_ONLY` selects some."""
     only = os.environ.get("DLO_SWEEP_ONLY", "").split()
     names = only or names
     one, other = run_distributed(_check_share, 2, kind, names, axis, backend=None, timeout=3 * 3600)

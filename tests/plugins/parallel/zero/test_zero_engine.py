@@ -223,7 +223,7 @@ def test_what_a_unit_s_step_sends_waits_for_the_gather_under_way(rank: int, worl
     assert weight.tolist() == [20.0] * 32 + [21.0] * 32
 
 
-# --- stage 3 with parts of it in CPU memory: what lies where ---------------------------------------------------------
+# --- stage 3 with a part in CPU memory: which tensors are where -------------------------------------------------------
 
 
 #: Two names of one memory: what is on the first passes for an accelerator's.

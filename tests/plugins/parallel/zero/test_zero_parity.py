@@ -250,7 +250,7 @@ class Sometimes(Module):
         return nn.functional.cross_entropy(self.net.head(x), batch[1])
 
 
-class Amid(Callback):
+class DuringAccumulation(Callback):
     """Looks at the gradients in the middle of an accumulation."""
 
     found: dict[str, Any] | None = None
@@ -273,17 +273,17 @@ def test_a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(rank
         "fsdp": FSDPStrategy(find_unused=True, units=["net.stem"]),  # All ranks call what is gathered as one.
     }
     for kind, strategy in strategies.items():
-        amid, module = Amid(), Sometimes(rank)
-        fit(rank, world, module, strategy, accumulate_grad_batches=2, callbacks=[amid])
-        assert amid.found is not None
-        assert any(own is None for own in amid.own.values()) is (rank == 1)
-        for name, found in amid.found.items():
+        during, module = DuringAccumulation(), Sometimes(rank)
+        fit(rank, world, module, strategy, accumulate_grad_batches=2, callbacks=[during])
+        assert during.found is not None
+        assert any(own is None for own in during.own.values()) is (rank == 1)
+        for name, found in during.found.items():
             saved = found.full_tensor() if isinstance(found, DTensor) else found
-            own = amid.own.get(name)
+            own = during.own.get(name)
             mean = torch.zeros_like(saved) if own is None else own
             dist.all_reduce(mean)
             assert float((saved - mean / world).abs().max()) < 1e-7, (kind, name)
-        assert len(amid.found) == len(list(module.parameters()))
+        assert len(during.found) == len(list(module.parameters()))
 
 
 @on_ranks(2, group_timeout=60.0)
@@ -360,7 +360,7 @@ def test_only_what_needs_values_counts_as_use() -> None:
         weight.requires_grad_()
         weight.grad = None
         torch.ones(3, 3).sum()
-        assert memory_of([weight]) == 9 * 4  # StateReport asks it amid a step by hand with two optimizers.
+        assert memory_of([weight]) == 9 * 4  # StateReport asks it during a step by hand with two optimizers.
         assert seen == []
         for use in (lambda: weight.sum(), lambda: weight.data, lambda: weight.T, lambda: torch.stack([weight, weight])):
             seen.clear()
