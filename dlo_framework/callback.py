@@ -6,6 +6,7 @@ alone has the defaults; those of Lightning's that need others have them here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,14 @@ class PluginCallback(Callback):
     def area_factor(self, at: Any) -> float:
         """Returns the factor by which batches may be larger at a position in the data, as its samples are smaller."""
         return 1.0
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which steps are run on the side (:func:`~dlo_framework.rehearsal.trial_steps`).
+
+        A callback overrides it if it measures steps, or keeps a state outside of its attributes, which alone are
+        restored afterwards: hooks that it has registered, a clock.
+        """
+        return contextlib.nullcontext()
 
     def moment_of_error(self, trainer: Trainer) -> str:
         """Returns how far this rank has come; ranks where that is the same may save together. Empty if it cannot save.

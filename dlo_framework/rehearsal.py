@@ -45,7 +45,7 @@ from dlo_framework.local_memory import local_tensor
 from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.stop import GracefulStop
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.watch.monitor import RunMonitor, batch_loss
+from dlo_framework.watch.monitor import batch_loss
 from dlo_framework.watch.summary import RunRecord
 
 
@@ -190,9 +190,9 @@ def check_rehearsable(who: str, module: LightningModule) -> None:
 def trial_steps(trainer: Trainer, *, own_batches: bool = True, on_device: bool = False) -> Iterator[Rehearsal]:
     """Lets a callback train on the side, from ``on_train_epoch_start`` on, and undoes it, however it ends.
 
-    Nothing is logged, the monitor's clock is stopped, and afterwards the run is in the same state as before; see
-    :class:`Snapshot`. Under DDP on more than two ranks, gradients may then differ in their last
-    bits from those of a run without it: DDP reorders its buckets after its first step.
+    Nothing is logged, callbacks keep it out of what they measure (``PluginCallback.aside``), and afterwards the run is
+    in the same state as before; see :class:`Snapshot`. Under DDP on more than two ranks, gradients may then differ in
+    their last bits from those of a run without it: DDP reorders its buckets after its first step.
 
     Args:
         trainer: Trainer of the run.
@@ -202,10 +202,8 @@ def trial_steps(trainer: Trainer, *, own_batches: bool = True, on_device: bool =
     options: Any = trainer
     with contextlib.ExitStack() as stack:
         for callback in options.callbacks:
-            if isinstance(callback, RunMonitor):
+            if isinstance(callback, PluginCallback):
                 stack.enter_context(callback.aside())
-            if isinstance(callback, GracefulStop):
-                callback.finish_vote()
         snapshot = Snapshot(trainer, with_loaders=own_batches, on_device=on_device)
         stack.callback(snapshot.restore)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -203,10 +204,12 @@ class GracefulStop(PluginCallback, Checkpoint):
         if signum:
             raise RunStopped(signum)
 
-    def finish_vote(self) -> None:
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
         """Waits for the ranks' votes of the last step, so that a copy of the run's state has their result."""
         if self._pending is not None:
             self._pending[1].wait()
+        yield
 
     def _agree(self, saves: bool) -> tuple[int, bool]:
         """Returns the signal that any rank had by the step before, or 0, and whether a save was due on rank 0.

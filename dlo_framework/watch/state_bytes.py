@@ -6,8 +6,9 @@ arXiv 1910.02054, sections 3 and 5.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -123,8 +124,7 @@ class StateReport(PluginCallback):
         pipelined = contract_of(trainer.strategy).find_ability(Pipelined) is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
             self._watched = SavedTensorCounter(pl_module.parameters())
-            self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
-            self._hooks.__enter__()
+            self._start_watch()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Counts the tensors that a micro-batch's forward has saved, before the backward frees them."""
@@ -171,6 +171,21 @@ class StateReport(PluginCallback):
         if self.found is not None and self.found.activations is not None:
             own = replace(self.found, activations=self._activations)
             self.found.activations = _max_over_ranks(trainer, own).activations
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Removes the hooks in the block: they are in a stack of torch's, which nobody restores after it."""
+        watches = self._hooks is not None
+        self._end_watch()
+        try:
+            yield
+        finally:
+            if watches:
+                self._start_watch()
+
+    def _start_watch(self) -> None:
+        self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
+        self._hooks.__enter__()
 
     def _end_watch(self, *_: Any, **__: Any) -> None:
         """Removes the hooks of a step that failed."""

@@ -16,6 +16,7 @@ from dlo_framework.distributed.strategy import register_data_parallel, use_canon
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights, optimizer_tensors
 from dlo_framework.watch.monitor import RunMonitor
+from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.gradients.clipping_and_noise import AdaptiveGradientClipping, GradientNoise
 from dlo_plugins.gradients.skip_spikes import SkipSpikes
@@ -95,9 +96,10 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "ddp": ("ddp", lambda: [AdaptiveGradientClipping(0.05), GradientNoise(0.01), SkipSpikes(1.01, 2)], {}),
     "zero1": ("zero1", list, {}),
     "zero3": ("zero3", list, ACCUMULATED),
+    "pp": ("pp", list, {}),
 }
 SLOW: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    **{name: (name, list, {}) for name in ("zero2", "zero3_offload", "fsdp", "fsdp_offload", "tp", "pp")},
+    **{name: (name, list, {}) for name in ("zero2", "zero3_offload", "fsdp", "fsdp_offload", "tp")},
     **{f"{name}, accumulated": (name, list, ACCUMULATED) for name in ("ddp", "zero1", "fsdp", "pp", "deepspeed_2")},
     **{f"deepspeed_{stage}": (f"deepspeed_{stage}", list, {}) for stage in (1, 2, 3)},
     "zero2, in backward": ("zero2", lambda: [OptimizerInBackward()], {}),
@@ -111,8 +113,10 @@ def _once(rank: int, world: int, cases: list[str]) -> dict[str, Any]:
     for case in cases:
         name, beside, options = (CASES | SLOW)[case]
         kind, verify = (Stately if name == "pp" else Logging), VerifySteps(every=2)
-        without = fit(name, beside(), kind, **options)
-        found[case] = without, fit(name, [*beside(), verify], kind, **options), verify.checked
+        reports = StateReport(), StateReport()
+        without = fit(name, [*beside(), reports[0]], kind, **options)
+        verified = fit(name, [*beside(), reports[1], verify], kind, **options)
+        found[case] = [*without, reports[0].found], [*verified, reports[1].found], verify.checked
     return found
 
 
