@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -40,8 +41,8 @@ class StateBytes:
         parameters: Bytes of trained and frozen parameters.
         gradients: Bytes of gradients after the last backward of a step.
         optimizer: Bytes of optimizer state.
-        activations: Bytes that a micro-batch's forward saved for its backward; None where they could not be measured,
-            as in a compiled model.
+        activations: Bytes that a micro-batch's forward saved for its backward, in a pipeline the largest sum of those
+            in flight; None where they could not be measured, as in a compiled model.
         second_models: Bytes of models that do not train, such as a teacher; None in a run without.
     """
 
@@ -130,7 +131,7 @@ class StateReport(PluginCallback):
         """Counts the tensors that a micro-batch's forward has saved, before the backward frees them."""
         if self._hooks is not None:
             self._end_watch()
-            self._note(self._watched.bytes)
+            self._note(self._watched.peak)
         elif (self.found is None or self._grows) and self._measures(trainer, pl_module):
             self._note(saved_bytes(loss, pl_module.parameters()))
 
@@ -184,7 +185,7 @@ class StateReport(PluginCallback):
                 self._start_watch()
 
     def _start_watch(self) -> None:
-        self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
+        self._hooks = self._watched.hooks()
         self._hooks.__enter__()
 
     def _end_watch(self, *_: Any, **__: Any) -> None:
@@ -210,24 +211,47 @@ class SavedTensorCounter:
 
     Args:
         parameters: Parameters of the model.
+
+    Attributes:
+        peak: Largest number of bytes that were saved at a time.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._own = {p.untyped_storage().data_ptr() for p in parameters if not isinstance(p, DTensor)}
-        self._storages: dict[int, int] = {}
+        self._uses: Counter[int] = Counter()  # by address, which is no other tensor's while one is saved
+        self._bytes = self.peak = 0
 
-    @property
-    def bytes(self) -> float | None:
-        """Number of bytes; None if no tensor was saved."""
-        return float(sum(self._storages.values())) or None
+    def add(self, tensor: Tensor) -> tuple[int, int]:
+        """Counts a tensor's memory, once for tensors that share it; returns its address and bytes, for `remove`."""
+        if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+            return 0, 0
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._own:
+            return 0, 0
+        self._uses[address] += 1
+        self._bytes += size * (self._uses[address] == 1)
+        self.peak = max(self.peak, self._bytes)
+        return address, size
 
-    def note(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor's memory, once for tensors that share it, and returns the tensor."""
-        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in self._own:
-                self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def remove(self, address: int, size: int) -> None:
+        """Ends the count of a tensor that the graph has freed."""
+        self._uses[address] -= 1
+        self._bytes -= size * (self._uses[address] == 0)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns hooks that count the tensors saved under them, each until its graph frees it."""
+        return saved_tensors_hooks(lambda tensor: _SavedTensor(self, tensor), lambda saved: saved.tensor)
+
+
+class _SavedTensor:
+    """Tensor in the place of which a graph keeps this object."""
+
+    def __init__(self, counter: SavedTensorCounter, tensor: Tensor) -> None:
+        self.tensor, self._counter, self._counted = tensor, counter, counter.add(tensor)
+
+    def __del__(self) -> None:
+        self._counter.remove(*self._counted)
 
 
 def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
@@ -248,8 +272,8 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
             for saved in entry if isinstance(entry, tuple | list) else (entry,):
                 # With hooks of others, this is the tensor that they saved; a recomputed block has no tensor here.
                 if isinstance(saved.data, Tensor):
-                    counter.note(saved.data)
-    return counter.bytes
+                    counter.add(saved.data)
+    return float(counter.peak) or None
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from dlo_framework.local_memory import optimizer_bytes, process_peak, states_per_parameter
-from dlo_framework.watch.state_bytes import StateReport
+from dlo_framework.watch.state_bytes import SavedTensorCounter, StateReport
 from support.monitored import Net, fit
 from support.trainers import quiet_trainer
 
@@ -62,6 +63,23 @@ def test_what_a_step_saves_is_counted(tmp_path):
     # Lightning's division of the loss by the micro-batches keeps their number, a double.
     assert found["activations"] == 4 * 4 * 4 + 8
     assert found["parameters"] == (8 * 4 + 4 + 4 + 1) * 4
+
+
+def test_the_peak_of_saved_tensors_is_that_of_what_is_in_flight():
+    """As micro-batches of a pipeline: two graphs at a time, then one, whose memory may be where another's was."""
+    weight = torch.ones(64, requires_grad=True)
+    counter = SavedTensorCounter([weight])
+    with counter.hooks():
+        inputs = [torch.ones(64) for _ in range(2)]
+        losses = [((x * weight) * x).sum() for x in inputs]  # Both products save x.
+        assert counter.peak == 2 * 64 * 4
+        for loss in losses:
+            loss.backward()
+        del losses, loss
+        for _ in range(3):
+            (torch.ones(64) * weight).exp().sum().backward()  # Its input, and the output of exp.
+    assert counter.peak == 2 * 64 * 4
+    assert torch.equal(weight.grad, torch.full((64,), 2 + 3 * math.e))
 
 
 def test_the_state_of_parameters_that_are_no_longer_in_a_group_is_counted():
