@@ -91,7 +91,7 @@ class NetTask(Task):
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 6, "num_heads": 4, "proj_drop_rate": 0.1}
 COATNET = {"img_size": 32, "embed_dim": (32, 64, 128, 128), "depths": (1, 2, 2, 1), "stem_width": 16}
-RESNET = {"layers": (1, 2, 2, 1), "channels": (8, 16, 16, 32)}
+RESNET = {"layers": (1, 2, 2, 1), "channels": (8, 16, 16, 32), "stem_type": "deep", "stem_width": 4}
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.1},
