@@ -51,12 +51,17 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks of different widths; `reads` makes the model use the output of a block between two blocks."""
+    """Blocks of different widths; `reads` makes the model use the output of a block between two blocks.
 
-    def __init__(self, reads: bool = False) -> None:
+    `wide` gives it a stem whose backward takes more than that of any block.
+    """
+
+    def __init__(self, kind: str = "net") -> None:
         super().__init__()
-        self.reads = reads
+        self.reads = kind == "reads"
         self.inward, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        if kind == "wide":
+            self.inward = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Sigmoid(), nn.Linear(512, 32))  # type: ignore[assignment]
         self.blocks = nn.ModuleList(Block(32, inner) for inner in (64, 128, 64, 192, 64, 128, 96, 160))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,13 +76,13 @@ class Net(nn.Module):
 class NetTask(Task):
     """Task of the small model."""
 
-    def __init__(self, reads: bool = False) -> None:
+    def __init__(self, kind: str = "net") -> None:
         super().__init__()
-        self.reads = reads
+        self.kind = kind
 
     def configure_model(self) -> None:
         if not self.has_model:
-            self.model = Net(self.reads)
+            self.model = Net(self.kind)
 
     def parallel_plan(self) -> ParallelPlan:
         return ParallelPlan(blocks=("blocks.*",), stem=("inward",), head=("head",))
@@ -89,6 +94,7 @@ class NetTask(Task):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+NETS = ("net", "reads", "wide")
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 6, "num_heads": 4, "proj_drop_rate": 0.1}
 COATNET = {"img_size": 32, "embed_dim": (32, 64, 128, 128), "depths": (1, 2, 2, 1), "stem_width": 16}
 RESNET = {"layers": (1, 2, 2, 1), "channels": (8, 16, 16, 32), "stem_type": "deep", "stem_width": 4}
@@ -100,8 +106,8 @@ LLAMA = {
 
 def make_task(kind: str) -> Any:
     """Returns a task: of the small model, or a small model of a known family."""
-    if kind in ("net", "reads"):
-        return NetTask(reads=kind == "reads")
+    if kind in NETS:
+        return NetTask(kind)
     if kind == "llama":
         return CausalLM(config=dict(LLAMA), lr=1e-3, schedule="constant")
     names = {
@@ -127,7 +133,7 @@ class Batches(LightningDataModule):
             if self.kind == "llama":
                 tokens = torch.randint(128, (self.rows, 16), generator=make)
                 return {"input_ids": tokens, "labels": tokens.clone()}
-            if self.kind in ("net", "reads"):
+            if self.kind in NETS:
                 shape: tuple[int, ...] = (16,)
             else:
                 shape = (3, 32, 32) if self.kind in ("coatnet", "resnet") else (3, 16, 16)

@@ -217,9 +217,13 @@ class BlockSurvey:
         is_last: Whether the model's head and its loss follow the blocks on this rank.
         parameters: Function that returns the parameters of the model as they are now.
         clock: Function that returns seconds.
+        full_gradients: Whether each rank keeps full gradients. Where it does not, the buffers of those of the stem
+            cannot be told from its activations, and the peak of its backward is not measured.
 
     Attributes:
         log: Log of the step in which bytes are measured; None in others.
+        stem_backward: Peak of the bytes while the backward before the first block runs, after that of the blocks; 0 if
+            not measured.
         times_blocks: Whether the seconds of blocks are measured in this step.
 
     Raises:
@@ -233,9 +237,11 @@ class BlockSurvey:
         is_last: bool,
         parameters: Callable[[], list[Tensor]],
         clock: Callable[[], float] = time.perf_counter,
+        full_gradients: bool = True,
     ) -> None:
         self.blocks, self.names, self._is_last, self._parameters = list(blocks), list(names), is_last, parameters
-        self._clock = clock
+        self._clock, self._full_gradients = clock, full_gradients
+        self.stem_backward = self._stem_start = 0  # Its position in the log.
         self.log: AllocationLog | None = None
         self.times_blocks = False
         self._stem = 0
@@ -307,6 +313,8 @@ class BlockSurvey:
                 return forward(*args, **kwargs)
             run = BlockRun(block, forward, args, kwargs, self._clock)
             self._device = run.device
+            if self.log is not None and index == 0:
+                self._mark_stem(args)
             if self.log is not None and index not in self._bytes:
                 if index == 0:
                     parameters = self.log.numbers(self._parameters())
@@ -321,6 +329,17 @@ class BlockSurvey:
             return checkpointed(forward, *args, guard=guard, **kwargs)
 
         return measured
+
+    def _mark_stem(self, inputs: tuple[Any, ...]) -> None:
+        """Notes where the blocks' backward of a micro-batch ends: of the last one, no other is in flight."""
+        log = self.log
+
+        def mark(_: Tensor) -> None:
+            if log is not None and log is self.log:
+                self._stem_start = log.mark()
+
+        for hidden in _differentiable(inputs)[:1]:
+            hidden.register_hook(mark)
 
     def _begin_head(self, output: Any) -> None:
         """Begins the measurement of the head and the loss, which ends when the last block's output has its gradient."""
@@ -363,7 +382,10 @@ class BlockSurvey:
             self._head_left = self.log.usage(*self._head, without=buffers).final
             usage = self.log.usage(*self._head, without=buffers - self._head_gradient, releases=True)
             self._head_bytes = max(0, usage.peak - self._head_left)
-        self.log = None
+        if self.log is not None and self._stem_start and self._full_gradients:
+            buffers = self.log.left_by_backward(0) | self.log.numbers(gradients)
+            self.stem_backward = self.log.backward_peak(self._stem_start, buffers)
+        self.log, self._stem_start = None, 0
 
     def _now(self) -> float:
         return _seconds(self._device, self._clock)
@@ -562,6 +584,17 @@ class AllocationLog(TorchDispatchMode):
                 level += size
                 peak = max(peak, level)
         return Usage(peak, level)
+
+    def backward_peak(self, start: int, without: Collection[int]) -> int:
+        """Returns the largest number of bytes at one time from a position on, of all that a backward has then.
+
+        Args:
+            start: Position, in a backward.
+            without: Numbers of storages that are not counted.
+        """
+        later = {number for number, size in self._events[start:] if size >= 0 and number not in self._in_backward}
+        rise = self.usage(start, without={*without, *later}, releases=True).peak
+        return self.usage(0, start, without).final + rise
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -178,12 +178,14 @@ class MeasuredChain:
         stem: Bytes that a micro-batch keeps before the first block, without the first block's input.
         refusal: Why the blocks cannot run as regions; empty if they can.
         in_flight: Largest number of micro-batches whose activations are kept at the same time.
+        stem_backward: Peak bytes of the backward before the first block, whatever the blocks keep; 0 if not measured.
     """
 
     chain: Chain
     stem: int
     refusal: str = ""
     in_flight: int = 1
+    stem_backward: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,7 +195,8 @@ class MeasuredChain:
     @functools.cached_property
     def kept_peak(self) -> int:
         """Peak bytes of a micro-batch that keeps everything."""
-        return self.stem + predict(self.chain, [Keep(index) for index in range(len(self.chain))]).peak
+        kept = self.stem + predict(self.chain, [Keep(index) for index in range(len(self.chain))]).peak
+        return max(kept, self.stem_backward)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Predicted peak bytes of a micro-batch, with the stem."""
-        return self.measured.stem + self.schedule.peak
+        return max(self.measured.stem + self.schedule.peak, self.measured.stem_backward)
 
     @property
     def overhead(self) -> float:
@@ -285,7 +288,10 @@ def plan_ranks(ranks: Sequence[MeasuredRank], budget: Budget, slots: int = 500) 
         try:
             plans[names] = _plan(chain, budgets[names], slots, link)
         except BudgetTooSmall as error:
-            raise _too_small(chain, budgets[names], chain.stem + error.least, budget) from error
+            least = max(chain.stem + error.least, chain.stem_backward)
+            raise _too_small(chain, budgets[names], least, budget) from error
+        if budgets[names] < chain.stem_backward:
+            raise _too_small(chain, budgets[names], chain.stem_backward, budget)
     return [[plans[chain.names] for chain in rank.chains] for rank in ranks]
 
 
@@ -353,7 +359,11 @@ def _merge(one: MeasuredChain, other: MeasuredChain) -> MeasuredChain:
     stages = tuple(map(_merge_stages, one.chain.stages, other.chain.stages))
     chain = Chain(stages, max(one.chain.input, other.chain.input))
     return MeasuredChain(
-        chain, max(one.stem, other.stem), one.refusal or other.refusal, max(one.in_flight, other.in_flight)
+        chain,
+        max(one.stem, other.stem),
+        one.refusal or other.refusal,
+        max(one.in_flight, other.in_flight),
+        max(one.stem_backward, other.stem_backward),
     )
 
 

@@ -127,9 +127,10 @@ class Rotor(PluginCallback):
         def parameters() -> list[Tensor]:
             return list(pl_module.parameters())
 
+        full = contract_of(trainer.strategy).zero_stage in (0, 1)
         for names, is_last in _chains(trainer, pl_module):
             blocks = [model.get_submodule(name) for name in names]
-            self._surveys.append(BlockSurvey(blocks, names, is_last, parameters))
+            self._surveys.append(BlockSurvey(blocks, names, is_last, parameters, full_gradients=full))
 
     def _remove(self, *_: Any, **__: Any) -> None:
         """Makes the blocks run as they did before."""
@@ -234,7 +235,7 @@ class Rotor(PluginCallback):
 
         def measure() -> MeasuredRank:
             chains = [
-                MeasuredChain(survey.chain(), survey.stem, survey.refusal, count)
+                MeasuredChain(survey.chain(), survey.stem, survey.refusal, count, survey.stem_backward)
                 for survey, count in zip(self._surveys, in_flight, strict=True)
             ]
             local = max(1, trainer.world_size // max(1, trainer.num_nodes))

@@ -111,6 +111,21 @@ def test_a_budget_in_which_nothing_fits_names_the_least_that_does() -> None:
     train("net", f"{least}%")
 
 
+def test_a_stem_whose_backward_takes_the_most_sets_the_least_budget() -> None:
+    """What it has allocated and kept when the blocks are through is there whatever they keep."""
+    plain = train("wide", measures=True)
+    with pytest.raises(DloError, match=r"budget must be at least \d+%") as refused:
+        train("wide", "40%")
+    least = re.findall(r"set it to (\d+)%", str(refused.value))[0]
+    found = train("wide", f"{least}%", measures=True)
+    assert_same(plain, found)
+    plan = plan_of(found)
+    assert plan.peak == plan.measured.stem_backward > plan.measured.stem + plan.schedule.peak
+    assert found.peak == pytest.approx(plan.peak, abs=64)  # Scalars, such as the loss.
+    assert found.peak <= plan.budget
+    assert max(plan.schedule.forwards) > 1
+
+
 def test_auto_takes_what_is_left() -> None:
     plan = plan_of(train("net", "auto"))
     assert plan.budget > plan.measured.kept_peak
