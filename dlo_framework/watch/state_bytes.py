@@ -175,7 +175,7 @@ class StateReport(PluginCallback):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Removes the hooks in the block: they are in a stack of torch's, which nobody restores after it."""
+        """Removes the hooks in the block: torch keeps them in a stack, which nobody restores after it."""
         watches = self._hooks is not None
         self._end_watch()
         try:
@@ -218,7 +218,7 @@ class SavedTensorCounter:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._own = {p.untyped_storage().data_ptr() for p in parameters if not isinstance(p, DTensor)}
-        self._uses: Counter[int] = Counter()  # by address, which is no other tensor's while one is saved
+        self._uses: Counter[int] = Counter()  # by address, which has one tensor while that is saved
         self._bytes = self.peak = 0
 
     def add(self, tensor: Tensor) -> tuple[int, int]:
