@@ -140,8 +140,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps what has been imported, some millions of objects, out of every collection of garbage from here on.
 
-    What runs import late is imported first: each rank and each `dlo` that is forked from this process would import it
-    for itself, DeepSpeed for two seconds.
+    What runs import and read late comes first: each rank and each `dlo` that is forked from this process would do it
+    for itself, and import DeepSpeed for two seconds.
     """
     if "torch" in sys.modules and not sys.modules["torch"].accelerator.is_available():  # Else processes are spawned.
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for devices where it is not told, and warns.
@@ -149,6 +149,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             for name in late if module in sys.modules else ():
                 importlib.import_module(name)
         del os.environ["DS_ACCELERATOR"]
+    if "dlo_tasks.imagenet.digits" in sys.modules:
+        sys.modules["dlo_tasks.imagenet.digits"].read_digits()
     if "lightning.pytorch" in sys.modules:
         importlib.import_module("support.entry_points")
     gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,22 @@ _PIXEL_MAX = 16  # the values of scikit-learn's 8 x 8 images are 0..16
 _SPLIT = 3  # key that separates the split's random numbers from those of order and augmentation
 
 
-def load_digits_images(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the 1,797 digits: grey uint8 [N, image_size, image_size], and int64 classes [N]."""
+@cache
+def read_digits() -> Any:
+    """Returns scikit-learn's digits, which it parses from a text file for as long as a short run takes to train."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    return load_digits()
+
+
+def load_digits_images(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the 1,797 digits: grey uint8 [N, image_size, image_size], and int64 classes [N]."""
+    digits = read_digits()
     pixels = torch.from_numpy(digits.images).float().unsqueeze(1) * (255 / _PIXEL_MAX)  # [N, 1, 8, 8]
     if image_size != pixels.shape[-1]:
         pixels = F.interpolate(pixels, (image_size, image_size), mode="bilinear", antialias=True, align_corners=False)
     images = pixels.round_().clamp_(0, 255).to(torch.uint8).squeeze(1)
-    return images, torch.from_numpy(digits.target).long()
+    return images, torch.tensor(digits.target)
 
 
 def warp(
@@ -206,9 +212,7 @@ class DigitsData(ImageData):
     @cached_property
     def _splits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of the training images and of the validation images."""
-        from sklearn.datasets import load_digits
-
-        count = len(load_digits().target)
+        count = len(read_digits().target)
         order = np.argsort(hash64(np.arange(count), self.seed, _SPLIT), kind="stable")
         held_out = round(count * self.val_fraction)
         return torch.from_numpy(order[held_out:].copy()), torch.from_numpy(order[:held_out].copy())
