@@ -76,9 +76,9 @@ class Plain(LightningModule):
 
             optimizer = Lamb(trained, lr=5e-3)
         elif self.optimizer == "lookahead":
-            from timm.optim import create_optimizer_v2
+            from timm.optim import Lookahead
 
-            optimizer = create_optimizer_v2(trained, "lookahead_adamw", lr=1e-3)  # Every sixth step is its own.
+            optimizer = Lookahead(torch.optim.AdamW(trained, lr=1e-3), k=2)  # Every second step is its own.
         elif self.optimizer == "orthogonal":
             optimizer = Orthogonal(matrices, lr=5e-3)
         else:

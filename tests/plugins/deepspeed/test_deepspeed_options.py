@@ -45,15 +45,15 @@ def _recomputed(world_size: int) -> None:
         for options in ({}, {"cpu_checkpointing": True}):
             bridge = ds(stage, config=CUT_ALL if stage == 3 else None, **options)()
             seed_everything(3, workers=True, verbose=False)
-            task, _ = images(model_args={"proj_drop_rate": 0.1})
+            task, _ = images(model_args={"proj_drop_rate": 0.1, "depth": 2})
             task.configure_model()
             calls: list[int] = []
             for number, block in enumerate(task.model.blocks):
                 block.norm1.register_forward_hook(lambda *_, number=number, calls=calls: calls.append(number))
             found.append((_losses(world_size, bridge, task), sorted(calls)))
         (plain, once), (recomputed, twice) = found
-        assert once == sorted([0, 1, 2, 3] * FEW), stage
-        assert twice == sorted([0, 1, 2, 3] * 2 * FEW), stage
+        assert once == sorted([0, 1] * FEW), stage
+        assert twice == sorted([0, 1] * 2 * FEW), stage
         assert recomputed == plain, stage
     task.recompute = True  # As CausalLM has it.
     with pytest.raises(DloError, match="got recompute: true of ImageClassifier too"):
@@ -294,9 +294,8 @@ def test_stages_are_one_process() -> None:
         case(ds(3, config=CUT_ALL), "sgd", accumulate_grad_batches=2, gradient_clip_val=0.1),
         case(ON_HOST[1], gradient_clip_val=0.1),
         case(functools.partial(DeepSpeedBridge, config=JSON), "json", accumulate_grad_batches=2, gradient_clip_val=0.5),
-        case(ds(0), "sgd", precision="bf16-mixed"),
     ]
-    assert_parity(build, cases, steps=3)
+    assert_parity(build, cases, steps=2)
 
 
 @pytest.mark.slow

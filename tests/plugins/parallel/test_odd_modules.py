@@ -165,10 +165,11 @@ SOME: dict[str, tuple[str, ...]] = {
     "ddp": ("sparse gradients", "adversarial"),
     "tp": ("L2", "hook that clips by norm", "held weights"),
     "ZBV": ("checkpointed by the net", "hook on weights"),
-    "Varuna": ("one batch norm object", "loss of what hooks collect", "writes to its input"),
     "zero3": ("gradient penalty", "hook on weights", "momentum encoder"),
     "fsdp": ("sharpness", "swapped for validation", "prototypes of data", "integer"),
     "deepspeed3": ("assigned between steps",),
+    # The last one's refusal ends the other rank: cells behind it would have new ranks.
+    "Varuna": ("one batch norm object", "writes to its input", "loss of what hooks collect"),
 }
 
 

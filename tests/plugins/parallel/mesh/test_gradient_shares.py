@@ -99,13 +99,14 @@ def shares(batch: dict[str, Tensor]) -> list[Any]:
     return [{name: torch.cat([part[rank], part[2 + rank]]) for name, part in parts.items()} for rank in range(2)]
 
 
-def _resumed(rank: int, world: int, folder: Path) -> dict[str, dict[str, Tensor]]:
+def _resumed(rank: int, world: int, folder: Path, resumed: list[str]) -> dict[str, dict[str, Tensor]]:
     """Runs that save during an accumulation, and those that take them up; one of another strategy's too."""
     found = {"pp x tp, saved by one process": fit(Language(), texts(), mesh("pp x tp"), resume=folder / "one")}
     for name, sync in (("pp x tp", True), ("tp x dp", False)):
         make: Callable[[], MeshStrategy] = partial(mesh, name, sync_every_micro_batch=sync)
         found[name] = fit(Language(), texts(), make(), save=folder / name)
-        found[f"{name}, resumed"] = fit(Language(), texts(), make(), resume=folder / name)
+        if name in resumed:
+            found[f"{name}, resumed"] = fit(Language(), texts(), make(), resume=folder / name)
     return found
 
 
@@ -189,11 +190,15 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
 # --- all of it, on four ranks ----------------------------------------------------------------------------------
 
 
-def test_shares_are_summed_once_a_step_and_a_checkpoint_amid_it_has_the_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [["tp x dp"], pytest.param(["pp x tp"], marks=pytest.mark.slow)])
+def test_shares_are_summed_once_a_step_and_a_checkpoint_amid_it_has_the_whole(
+    tmp_path: Path, resumed: list[str]
+) -> None:
+    """A pipeline takes up one process's checkpoint, and one process a pipeline's: the slow one is its own."""
     alone = fit(Language(), texts(), "auto", save=tmp_path / "one")
-    ranks = run_distributed(_resumed, 4, tmp_path, timeout=280, group_timeout=60.0)
+    ranks = run_distributed(_resumed, 4, tmp_path, resumed, timeout=280, group_timeout=60.0)
     found = {name: differ(weights, alone) for name, weights in ranks[0].items()}
-    assert len(found) == 5
+    assert len(found) == 4
     found["one process, from a mesh"] = differ(fit(Language(), texts(), "auto", resume=tmp_path / "pp x tp"), alone)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=TOLERANCE)
 

@@ -84,19 +84,44 @@ PAIRS, THREES = (
 )
 
 
-def test_two_ranks_train_a_language_model_as_one_process() -> None:
-    """What is in no other test; a slow test has all, for each family. test_mesh_pipeline_state has more schedules."""
-    found = cases(ASYNC, *SHARED)
-    # What else a run has goes with it.
-    kept = {"appliers": [FullyShard(reshard_after_forward=True)]}
-    together = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    stages = {"pp": 2, **RECOMPUTED, "split": [3, 1], "micro_batches": 8}
-    found += cases({"tp": 2, **RECOMPUTED}, {"dp_shard": 2, **kept}, stages, trainer=together, micro_batches=2)
-    # Optimizers of full tensors: the first makes its state in a step, the other one in its constructor.
-    found += cases(TWO[-1], trainer={"gradient_clip_val": 0.5}, optimizer="lamb", layers=2)
-    found += cases({"tp": 2}, kind=WithFullAdagrad, layers=2)
-    # Micro-batches of a pipeline and blocks that are recomputed are told the documents of packed rows.
-    found += cases({"pp": 2, **RECOMPUTED}, {"cp": 2}, attention="dlo_varlen")
+#: Accumulation, clipping and recomputation along an axis.
+TOGETHER: dict[str, Any] = {
+    "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "micro_batches": 2,
+    "layers": 3,
+}
+STAGES: dict[str, Any] = {"pp": 2, **RECOMPUTED, "split": [2, 1], "micro_batches": 8}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [
+            *cases(ASYNC, SHARED[0], layers=2),
+            *cases({"dp_shard": 2, "appliers": [FullyShard(reshard_after_forward=True)]}, STAGES, **TOGETHER),
+            # An optimizer of full tensors.
+            *cases(TWO[-1], trainer={"gradient_clip_val": 0.5}, optimizer="lamb", layers=2),
+            # Micro-batches of a pipeline and blocks that are recomputed are told the documents of packed rows.
+            *cases({"pp": 2, **RECOMPUTED}, attention="dlo_varlen", layers=2),
+        ],
+        pytest.param(
+            [
+                *cases(SHARED[1], layers=2),
+                *cases({"tp": 2, **RECOMPUTED}, **TOGETHER),
+                *cases({"tp": 2}, kind=WithFullAdagrad, layers=2),
+                *cases({"cp": 2}, attention="dlo_varlen", layers=2),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["some", "others"],
+)
+def test_two_ranks_train_a_language_model_as_one_process(found: list[Case]) -> None:
+    """What is in no other test; a slow test has all, for each family. test_mesh_pipeline_state has more schedules.
+
+    The others: Ulysses, whose outputs and gradients test_attention has; recomputation under `tp` and packed rows under
+    `cp`, which tests/composition has; an optimizer whose constructor makes its state.
+    """
     assert_parity(llm, found, steps=2)
 
 
