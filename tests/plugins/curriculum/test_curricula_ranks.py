@@ -28,7 +28,7 @@ CELLS: dict[str, dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]]] = {
         "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"gradient_clip_val": 0.3}),
         "SequenceLength": (
             lambda: [SequenceLength(lengths={0: [8, 16], "60%": 32})],
-            {"accumulate_grad_batches": 2, "batches": 8},
+            {"accumulate_grad_batches": 2},
         ),
     },
 }

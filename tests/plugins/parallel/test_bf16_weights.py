@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
+from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.memory.optimizer_in_backward import OptimizerInBackward
@@ -38,6 +39,8 @@ STRATEGIES: dict[str, Any] = {
 
 #: Strategies that train on data, and the kind of their weights; the first is what others are compared with.
 TRAINED = [(name, kind) for name in ("zero2", "fsdp") for kind in ("masters", "stochastic")]
+#: In the slow test alone: the ordinary ones have it in test_every_strategy_rounds_alike and beside OptimizerInBackward.
+LEFT = ("zero2", "stochastic")
 
 
 class Sums(nn.Module):
@@ -111,11 +114,10 @@ def test_every_strategy_rounds_alike(rank: int, world: int) -> None:
         assert {v.dtype for state in states for v in state.values() if isinstance(v, Tensor)} == {torch.float32}, name
 
 
-@on_ranks(2)
-def test_it_trains_and_resumes_to_the_bit(rank: int, world: int, folder: Path) -> None:
+def _trains(rank: int, world: int, folder: Path, every: bool) -> None:
     losses, stored = {}, {}
     window: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    for name, kind in TRAINED:
+    for name, kind in (of for of in TRAINED if every or of != LEFT):
         make, module = STRATEGIES[name], Module()
         run = fit(rank, world, module, make(bf16_weights=kind), max_epochs=3, **window)
         weights = gather_full_weights(run)
@@ -134,20 +136,25 @@ def test_it_trains_and_resumes_to_the_bit(rank: int, world: int, folder: Path) -
             resumed = gather_full_weights(fit(rank, world, Module(), make(bf16_weights=kind), **options))
             assert _equal(resumed, weights), name
     assert stored["masters"] == (2 * stored["stochastic"][0], stored["stochastic"][1])
-    for name in ("fsdp", "zero2"):
+    for name in ("fsdp", "zero2") if every else ("zero2",):
         make, ordinary = STRATEGIES[name], Module()
         fit(rank, world, ordinary, make(bf16_weights="stochastic"))
         early = Module()
         fit(rank, world, early, make(bf16_weights="stochastic"), callbacks=[OptimizerInBackward()])
         assert early.losses == ordinary.losses
         assert len(set(early.losses)) > 1
-    for name in ("fsdp", "zero3"):
+    for name in ("fsdp", "zero3") if every else ("fsdp",):
         make, moved, full = STRATEGIES[name], Module(), WithAdafactor()
         options = {"max_epochs": 3, "resume": folder / "zero2 masters", **window}
         fit(rank, world, moved, make(bf16_weights="stochastic"), **options)
         assert moved.losses == pytest.approx(losses["zero2", "masters"][-4:], rel=0.05)
         fit(rank, world, full, make(bf16_weights="stochastic"), max_epochs=2)
         assert sum(full.losses[-4:]) < sum(full.losses[:4])
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_trains_and_resumes_to_the_bit(tmp_path: Path, every: bool) -> None:
+    run_distributed(_trains, 2, tmp_path, every)
 
 
 def _held(run: Any, module: Any) -> tuple[int, int]:

@@ -94,12 +94,11 @@ ACCUMULATED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val"
 #: Cases by name: the strategy, callbacks beside it, options.
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "ddp": ("ddp", lambda: [AdaptiveGradientClipping(0.05), GradientNoise(0.01), SkipSpikes(1.01, 2)], {}),
-    "zero1": ("zero1", list, {}),
     "zero3": ("zero3", list, ACCUMULATED),
     "pp": ("pp", list, {}),
 }
 SLOW: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    **{name: (name, list, {}) for name in ("zero2", "zero3_offload", "fsdp", "fsdp_offload", "tp")},
+    **{name: (name, list, {}) for name in ("zero1", "zero2", "zero3_offload", "fsdp", "fsdp_offload", "tp")},
     **{f"{name}, accumulated": (name, list, ACCUMULATED) for name in ("ddp", "zero1", "fsdp", "pp", "deepspeed_2")},
     **{f"deepspeed_{stage}": (f"deepspeed_{stage}", list, {}) for stage in (1, 2, 3)},
     "zero2, in backward": ("zero2", lambda: [OptimizerInBackward()], {}),
