@@ -15,6 +15,7 @@ from torch import nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import gather_full_weights
 from dlo_plugins.compression.gradient_compression import GradientCompression
 from dlo_plugins.deepspeed.strategy import DeepSpeedBridge
@@ -134,7 +135,6 @@ GRADIENTS, GROUP = "must be read and changed through the optimizer", "from add_p
 #: Strategies, modules, callbacks by module, options of the trainer, and the error.
 REFUSED: list[tuple[Any, type[Module], Any, dict[str, Any], str]] = [
     (partial(ZeroStrategy, 3), All, lambda _: [Unfreeze()], {}, THAWED),
-    (partial(DeepSpeedBridge, stage=1), All, lambda _: [Unfreeze()], {}, THAWED),
     (DataParallelStrategy, All, lambda _: [Unfreeze(), GradientCompression("fp16")], {}, BOTH),
     (partial(ZeroStrategy, 1), Later, lambda _: [Finetuning()], {}, f"under ZeroStrategy, {LATER}"),
     (FSDPStrategy, Later, lambda _: [Finetuning()], {}, f"under FSDPStrategy, {LATER}"),
@@ -143,20 +143,28 @@ REFUSED: list[tuple[Any, type[Module], Any, dict[str, Any], str]] = [
     (partial(ZeroStrategy, 2), All, lambda _: [Clip(assigns=True)], {}, ASSIGNED),
     (partial(ZeroStrategy, 1), All, lambda module: [_prune(module, resets=True)], {}, ASSIGNED),
     (partial(ZeroStrategy, 1), Module, lambda _: [ScalesGradients()], {}, GRADIENTS),
-    (partial(DeepSpeedBridge, stage=3), Module, lambda _: [ScalesGradients()], {}, GRADIENTS),
     (partial(ZeroStrategy, 2), Module, lambda _: [AddsGroup()], {}, GROUP),
-    (partial(DeepSpeedBridge, stage=2), Module, lambda _: [AddsGroup()], {}, GROUP),
     (partial(ZeroStrategy, 3, param_dtype="bfloat16"), Module, lambda _: [Clip()], HALF, "gathered in torch.float32"),
     (partial(DeepSpeedBridge, stage=1), Module, lambda _: [Clip()], HALF, "must be written by its optimizer alone"),
 ]
+#: By checks that ZeRO has too, but the first, which test_deepspeed_options has: in the slow test.
+BY_DEEPSPEED: list[tuple[Any, type[Module], Any, dict[str, Any], str]] = [
+    (partial(DeepSpeedBridge, stage=1), All, lambda _: [Unfreeze()], {}, THAWED),
+    (partial(DeepSpeedBridge, stage=3), Module, lambda _: [ScalesGradients()], {}, GRADIENTS),
+    (partial(DeepSpeedBridge, stage=2), Module, lambda _: [AddsGroup()], {}, GROUP),
+]
 
 
-@on_ranks(2)
-def test_what_would_be_lost_is_refused(rank: int, world: int) -> None:
-    for strategy, kind, callbacks, options, message in REFUSED:
+def _refused(rank: int, world: int, by_deepspeed: bool) -> None:
+    for strategy, kind, callbacks, options, message in BY_DEEPSPEED if by_deepspeed else REFUSED:
         module = kind()
         with pytest.raises(DloError, match=message):
             fit(rank, world, module, strategy(), max_epochs=2, callbacks=callbacks(module), **options)
+
+
+@pytest.mark.parametrize("by_deepspeed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_would_be_lost_is_refused(by_deepspeed: bool) -> None:
+    run_distributed(_refused, 2, by_deepspeed)
 
 
 # several optimizers stepped by hand, and never toggled: each one's gradients are its own, under every strategy
