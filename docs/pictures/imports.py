@@ -63,11 +63,12 @@ def imports(source: str, module: str, is_package: bool = False) -> Iterator[tupl
                 up = module.split(".")[: len(module.split(".")) - node.level + is_package]
                 base = ".".join([*up, base] if base else up)
             yield from ((f"{base}.{alias.name}", kind) for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             pending += [(child, "types") for child in node.body] + [(child, kind) for child in node.orelse]
         else:
-            late = kind == "module" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            pending += [(child, "function" if late else kind) for child in ast.iter_child_nodes(node)]
+            late = kind == "module" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            inner = "function" if late else kind
+            pending += [(child, inner) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
 
 
 @functools.cache
