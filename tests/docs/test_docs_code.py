@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from sklearn import datasets
+from sklearn.utils import Bunch
 
 from dlo_framework.run import runs
 from support.dlo_process import DloProcess
@@ -30,6 +32,9 @@ def python_blocks() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("page", python_blocks())
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+    """With a fifth of the digits."""
+    digits = datasets.load_digits()
+    monkeypatch.setattr(datasets, "load_digits", lambda: Bunch(images=digits.images[::5], target=digits.target[::5]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(runs.ENVIRONMENT, raising=False)
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -81,7 +86,7 @@ def test_the_example_of_a_fine_tuned_model_is_a_folder_of_transformers(tmp_path)
     chats = ([{"role": role, "content": text.format(n, 2 * n)} for role, text in turns] for n in range(80))
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     shutil.copy(EXAMPLES / "finetune_and_export.yaml", tmp_path)
-    dlo("fit", "--config", "finetune_and_export.yaml", cwd=tmp_path)
+    dlo("fit", "--config", "finetune_and_export.yaml", "--trainer.max_epochs", "1", cwd=tmp_path)
     dlo("checkpoint", "export", "best", "my-model", "--run", "finetune_and_export", cwd=tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
     assert model.config.model_type == "llama"

@@ -14,6 +14,7 @@ trainer:
   devices: 2
   accumulate_grad_batches: 2
   gradient_clip_val: 0.5
+  limit_val_batches: 2
   callbacks:
     - class_path: OneCycle
       init_args: {max_lr: 1.0e-3}

@@ -29,15 +29,15 @@ CASES = {
         1, schedule="plateau", check=0, events=(kill("on_train_epoch_end", 1), kill("on_train_epoch_end", 1))
     ),
     "a plateau's step after a batch": Scenario(
-        2, schedule="plateau step", events=(killed(4), kill("on_validation_end", 1))
+        2, schedule="plateau step", epochs=2, events=(killed(4), kill("on_validation_end", 1))
     ),
-    "manual accumulation": Scenario(3, manual=True, accumulate=3, events=(stop("on_train_batch_start", 5),)),
-    "double precision": Scenario(4, precision="64-true", events=(stopped(9),)),
+    "manual accumulation": Scenario(3, manual=True, accumulate=3, epochs=2, events=(stop("on_train_batch_start", 5),)),
+    "double precision": Scenario(4, precision="64-true", epochs=2, events=(stopped(9),)),
     "accumulation by epoch": Scenario(5, callbacks=("gas",), events=(killed(11),)),
     "means over an epoch that stop the run": Scenario(6, callbacks=("early train",), check=0.5, events=(stopped(4),)),
     "the validation of growing batches": Scenario(7, callbacks=("growing batch",), events=(stopped(7), killed(2))),
     "a shuffled order, stopped in a validation": Scenario(
-        8, loader="shuffled", accumulate=2, events=(stop("on_validation_batch_start", 3), killed(3))
+        8, loader="shuffled", accumulate=2, epochs=2, events=(stop("on_validation_batch_start", 3), killed(3))
     ),
     "the order of workers that persist": Scenario(
         9, loader="persistent", events=(killed(3), stop("on_validation_batch_start", 9))
@@ -45,7 +45,7 @@ CASES = {
     "an epoch whose start is saved": Scenario(
         10, loader="shuffled", max_steps=17, events=(kill("on_train_epoch_start", 2),)
     ),
-    "an epoch without a validation": Scenario(11, check=0, events=(stopped(7),)),
+    "an epoch without a validation": Scenario(11, check=0, epochs=2, events=(stopped(7),)),
     "a validation of rounded weights": Scenario(13, "image", check=0.5, callbacks=("quantise",), events=(killed(13),)),
     "an early stop inside an epoch, in a validation": Scenario(
         14, check=3, accumulate=2, callbacks=("early train",), events=(stop("on_validation_batch_start", 12),)
@@ -56,20 +56,24 @@ CASES = {
     "a shuffled loader that is made again every two epochs": Scenario(
         17, loader="shuffled", reload=2, epochs=4, events=(killed(11), stopped(9))
     ),
-    "a scaler of losses": Scenario(16, precision="16-mixed", accumulate=2, manual=True, events=(killed(5), stopped(6))),
-    "metrics that a batch logs before it raises": Scenario(18, events=(error("on_before_backward", 5),)),
-    "augmentation of a batch that raised": Scenario(19, loader="shuffled", events=(error("on_train_batch_start", 12),)),
+    "a scaler of losses": Scenario(
+        16, precision="16-mixed", accumulate=2, manual=True, epochs=2, events=(killed(5), stopped(6))
+    ),
+    "metrics that a batch logs before it raises": Scenario(18, epochs=2, events=(error("on_before_backward", 5),)),
+    "augmentation of a batch that raised": Scenario(
+        19, loader="shuffled", epochs=2, events=(error("on_train_batch_start", 12),)
+    ),
     "the mixture of a batch that raised": Scenario(
         20, "image", callbacks=("mix",), events=(error("on_train_batch_start", 3),)
     ),
     "a validation's loader that is made inside an epoch": Scenario(
-        21, loader="shuffled", check=3, reload=1, events=(error("on_before_backward", 14),)
+        21, loader="shuffled", check=3, reload=1, epochs=2, events=(error("on_before_backward", 14),)
     ),
     "pruning beside the average of a schedule-free optimizer": Scenario(
         22, "image", optimizer="adamw_schedulefree", accumulate=3, check=3, callbacks=("prune",), events=(stopped(4),)
     ),
     "an average of weights": Scenario(
-        12, callbacks=("ema",), precision="bf16-true", loader="generator", events=(killed(10),)
+        12, callbacks=("ema",), precision="bf16-true", loader="generator", epochs=2, events=(killed(10),)
     ),
 }
 
@@ -101,7 +105,7 @@ def _raised(rank: int, world_size: int, folder: str, cases: list[tuple[str, int]
     for name, window in cases:
         events, _ = ERRORS[name, window]
         place = Path(folder) / f"{name} {window}"
-        wrong = differences(Scenario(3, strategy=name, ranks=2, accumulate=window, events=events), place)
+        wrong = differences(Scenario(3, strategy=name, ranks=2, accumulate=window, epochs=1, events=events), place)
         lines = (place / "parts" / "run" / "version_0" / "checkpoints" / "resumed.jsonl").read_text().splitlines()
         found[name, window] = wrong, [json.loads(line)["step"] for line in lines]
     return found

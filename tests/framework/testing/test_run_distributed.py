@@ -141,7 +141,7 @@ def _runs(pid: int) -> bool:
         ("kill", 1, r"rank 1 of 2 was killed by SIGKILL before it could answer", {}),
         ("crash", 1, r"rank 1 of 2 was killed by SIGSEGV before it could answer", {}),
         # A rank that is silent meets the time limit, and a collective its own one before.
-        ("stop", None, r"time limit of 8 s: no answer from ranks 0, 1 of 2", {"timeout": 8, "group_timeout": 200}),
+        ("stop", None, r"time limit of 5 s: no answer from ranks 0, 1 of 2", {"timeout": 5, "group_timeout": 200}),
         ("stop", 0, r"rank 0 of 2 failed:[\s\S]*[Tt]imed out", {"group_timeout": 2}),
     ],
 )

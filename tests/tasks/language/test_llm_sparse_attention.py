@@ -244,7 +244,9 @@ class Rows(torch.utils.data.Dataset):
 
 def train(folder, callbacks=(), **options):
     """Trains on a CPU with everything that watches a run; returns the losses, the validation's, and FLOPs a sample."""
-    task, losses = make_task(option=Attention(mask=BSLongformer(8))), Losses()
+    torch.manual_seed(0)
+    config, losses = tiny("llama", dropout=False, num_hidden_layers=2), Losses()
+    task = CausalLM(config=config, attention=Attention(mask=BSLongformer(8)), dtype="float64")
     watching = add_default_callbacks(
         [losses, *callbacks], run_folder=folder, model=task, config="{}", progress_bar=False
     )

@@ -286,7 +286,7 @@ def build(kind: str, packing: str = "best_fit", lora: int = 0, **options: Any) -
     config = tiny_masked(kind, dropout=False) | {"vocab_size": 300, "pad_token_id": 1}
     more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
     task = MaskedLM(config=config, lora=Lora(rank=lora) if lora else None, **more)
-    data = MaskedTextData(seq_len=32, batch_size=4, vocab_size=300, corpus_bytes=60_000, packing=packing)
+    data = MaskedTextData(seq_len=32, batch_size=4, vocab_size=300, corpus_bytes=12_000, packing=packing)
     return task, data
 
 
@@ -298,7 +298,7 @@ def cases(strategies: tuple[str, ...], **arguments: Any) -> list[Case]:
 
 def test_masked_tokens_are_learned_on_two_ranks_as_in_one_process() -> None:
     found = cases(("zero3", "pp"), kind="bert")
-    found += cases(("fsdp", "tp"), kind="modernbert")
+    found += cases(("tp",), kind="modernbert")
     found += cases(("ddp",), kind="deberta-v2", packing="none")
     assert_parity(build, found, steps=2, rtol=1e-9)
 
