@@ -384,11 +384,12 @@ def check_held(module: nn.Module, replaced: Mapping[str, weakref.ref[nn.Paramete
     owners += [
         (name, sys.modules[name]) for name in kinds if name in sys.modules and not name.startswith(("torch.", *ASKING))
     ]
+    seen: dict[int, int] = {}
     for owner, one in owners if held else ():
         for key, value in list(vars(one).items()):
             if key in known or str(key).startswith("__"):
                 continue
-            name = _find(value, held, set(), _DEEPEST)
+            name = _find(value, held, seen, _DEEPEST)
             if name:
                 raise DloError(
                     "attributes and globals must not hold parameters under a strategy that cuts the model, which"
@@ -397,17 +398,22 @@ def check_held(module: nn.Module, replaced: Mapping[str, weakref.ref[nn.Paramete
                 )
 
 
-def _find(value: Any, held: Mapping[int, str], seen: set[int], depth: int) -> str:
-    """Returns the name of a held parameter in a value; empty if there is none."""
+def _find(value: Any, held: Mapping[int, str], seen: dict[int, int], depth: int) -> str:
+    """Returns the name of a held parameter in a value; empty if there is none.
+
+    Args:
+        value: Value to search.
+        held: Names of parameters by their ids.
+        seen: Depth to which each value has been searched, by its id; searched values are added.
+        depth: Depth to which the value is searched.
+    """
     if id(value) in held:
         return held[id(value)]
-    if (
-        depth == 0
-        or id(value) in seen
-        or isinstance(value, Tensor | nn.Module | Trainer | ModuleType | str | bytes | type)
+    if seen.get(id(value), 0) >= depth or isinstance(
+        value, Tensor | nn.Module | Trainer | ModuleType | str | bytes | type
     ):
         return ""
-    seen.add(id(value))
+    seen[id(value)] = depth
     names = (_find(one, held, seen, depth - 1) for one in itertools.islice(_contents(value), _MOST))
     return next(filter(None, names), "")
 
