@@ -218,7 +218,7 @@ class SavedTensorCounter:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._own = {p.untyped_storage().data_ptr() for p in parameters if not isinstance(p, DTensor)}
-        self._uses: Counter[int] = Counter()  # by address, which has one tensor while that is saved
+        self._uses: Counter[int] = Counter()  # saved tensors by the address of their memory
         self._bytes = self.peak = 0
 
     def add(self, tensor: Tensor) -> tuple[int, int]:

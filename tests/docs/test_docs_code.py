@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sklearn import datasets
 from sklearn.utils import Bunch
 
 from dlo_framework.run import runs
+from dlo_tasks.imagenet import digits
 from support.dlo_process import DloProcess
 from support.doc_pages import read_blocks
 from support.named_sets import isolate_named_sets
@@ -33,8 +33,9 @@ def python_blocks() -> dict[str, list[str]]:
 @pytest.mark.parametrize("page", python_blocks())
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     """With a fifth of the digits."""
-    digits = datasets.load_digits()
-    monkeypatch.setattr(datasets, "load_digits", lambda: Bunch(images=digits.images[::5], target=digits.target[::5]))
+    whole = digits.read_digits()
+    fewer = Bunch(images=whole.images[::5], target=whole.target[::5])
+    monkeypatch.setattr(digits, "read_digits", lambda: fewer)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(runs.ENVIRONMENT, raising=False)
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -314,7 +314,7 @@ class BlockSurvey:
             run = BlockRun(block, forward, args, kwargs, self._clock)
             self._device = run.device
             if self.log is not None and index == 0:
-                self._mark_stem(args)
+                self._mark_stem((args, kwargs))
             if self.log is not None and index not in self._bytes:
                 if index == 0:
                     parameters = self.log.numbers(self._parameters())
@@ -330,7 +330,7 @@ class BlockSurvey:
 
         return measured
 
-    def _mark_stem(self, inputs: tuple[Any, ...]) -> None:
+    def _mark_stem(self, inputs: Any) -> None:
         """Notes where the blocks' backward of a micro-batch ends: of the last one, no other is in flight."""
         log = self.log
 

@@ -288,7 +288,7 @@ def sincos_2d(height: int, width: int, dim: int) -> Tensor:
 
 
 class _UnclampedOnMeta(TorchFunctionMode):
-    """Leaves out ``clamp_`` of meta tensors: torch's takes a millisecond, 4/5 of what it takes to build a ViT there."""
+    """Leaves out ``clamp_`` of meta tensors, which takes 4/5 of the time to build a ViT there (torch 2.14)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.clamp_ and args[0].is_meta:
